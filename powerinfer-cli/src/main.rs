@@ -1,0 +1,2 @@
+//! The `powerinfer` command-line program.
+fn main() {}

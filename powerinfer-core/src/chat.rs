@@ -1,0 +1,1 @@
+//! Chat templates from model files.

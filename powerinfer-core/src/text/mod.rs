@@ -1,0 +1,1 @@
+//! From token bytes to streamed text: incomplete UTF-8 and stop strings.

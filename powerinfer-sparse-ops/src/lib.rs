@@ -1,0 +1,35 @@
+//! What the operators of powerinfer mean.
+//!
+//! This is the one leaf of the workspace: every other crate uses it and it uses none of them. It holds
+//!
+//! - [`LayerId`], [`NeuronId`], … and the sets [`NeuronSet`] and [`ActiveBatch`],
+//! - the block formats of quantised weights ([`block`]) and the list of those we compute ([`WeightType`]),
+//! - views of weights ([`WeightMatrix`], [`FfnWeights`], …) and the description of a model ([`ModelSpec`]),
+//! - [`HybridBackend`], the trait that every place of computation implements, with its contracts C1 to C9,
+//! - [`reference`], a slow backend that is meant to be read, and that every fast one is compared with.
+//!
+//! It does not know files, tokenizers, threads or instruction sets.
+#![forbid(unsafe_code)]
+
+mod backend;
+pub mod block;
+mod ids;
+mod model;
+pub mod reference;
+mod sets;
+mod weight_type;
+mod weights;
+
+pub use backend::{
+    ActiveMode, BackendError, BackendInfo, FfnInput, HybridBackend, Step, StepCost, StepRow, Ticket,
+};
+pub use ids::{LayerId, NeuronId, RowId, SeqId, TokenId};
+pub use model::{
+    Activation, BlockKind, Gating, ModelSpec, Norm, NormKind, PredictorInput, Rope, RopeKind, RopeScaling,
+};
+pub use sets::{ActiveBatch, NeuronSet};
+pub use weight_type::WeightType;
+pub use weights::{
+    DensePart, DownWeights, EmbeddingWeights, FfnWeights, HeadWeights, LayerWeights, Linear, NormWeights,
+    PredictorWeights, ShapeError, WeightBytes, WeightMatrix,
+};

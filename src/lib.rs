@@ -1,0 +1,2 @@
+//! Hot/cold LLM inference for ReLU-sparse models.
+pub use powerinfer_core::*;
