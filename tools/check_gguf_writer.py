@@ -42,7 +42,8 @@ def check_tensors(reader, file_bytes):
             faults.append(f"tensor `{t.name}`: expected {expected} bytes, got {t.n_bytes}")
         start = int(t.data_offset)
         if (start - reader.data_offset) % reader.alignment:
-            faults.append(f"tensor `{t.name}`: offset {start - reader.data_offset} is not a multiple of {reader.alignment}")
+            offset = start - reader.data_offset
+            faults.append(f"tensor `{t.name}`: offset {offset} is not a multiple of {reader.alignment}")
         spans.append((start, start + expected, t.name))
         if t.tensor_type.name not in ("I8", "I16", "I32", "I64"):
             if not np.isfinite(dequantize(t.data, t.tensor_type)).all():

@@ -16,6 +16,7 @@ where IN.json is an array of strings, and prints an array of id arrays. Exit sta
 """
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -37,20 +38,21 @@ BLOCKS = {
 }
 WHITE = [" ", " ", " ", "  ", "   ", "\n", "\n\n", "\t", "\r\n", "\r", "\u00A0", "\u2003", "\u3000", "\u200B", "\u2028",
          "\u0085", "\v", "\f", " \n ", "\n  \n", "\t\t ", "\ufeff"]
-WORDS = ("the of and to in is you that it he was for on are with as his they be at one have this from or had by hot but "
-         "some what there we can out other were all your when up use word how said an each she which do their time if "
+WORDS = ("the of and to in is you that it he was for on are with as his they be at one have this from or had by hot "
+         "but some what there we can out other were all your when up use word how said an each she which do their time if "
          "will way about many then them would write like so these her long make thing see him two has look more day "
          "could go come did my sound no most number who over know water than call first people may down side been now "
          "find Hello World naïve café façade Straße señor Übermut coöperate jalapeño İstanbul ǅ ﬁne").split()
 CONTRACTIONS = ["I'm", "you're", "it's", "don't", "we'll", "they'd", "I've", "'tis", "O'Neil", "rock'n'roll", "IT'S",
                 "DON'T", "WE'LL", "You'Re", "l’été", "it’s", "'s", "''ll", "'Ve", "dogs'", "'", "y'all'd've"]
-CODE = ["fn main() {\n    println!(\"{}\", x);\n}", "for (int i = 0; i < n; ++i) {\n\t\ta[i] += b[i];\n}", "x != y && z >= 3",
-        "def f(a, *b, **c):\n        return a[::-1]", "#include <stdio.h>", "SELECT * FROM t WHERE a='b';", "</div><br/>",
-        "https://example.org/a?b=c&d=%20", "foo_bar.bazQux->quux()", "/* ... */", "//====----", "\\n\\t\\\\", "$HOME/${x}",
-        "a::b::<C<D>>()", "[[1, 2], [3.14e-10, -0x1F]]", "{\"k\": null}", "λx.x+1", "git commit -m 'x'", "~!@#$%^&*()_+`-="]
-SPECIALS = ["<s>", "</s>", "<unk>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_start|>user\n", "<pad>", "<0x0A>",
-            "<|im_start", "im_end|>", "<|", "|>", "<repo_name>", "<file_sep>", "<issue_start>", "<jupyter_code>", "[INST]",
-            "<|im_end|><|im_end|>", " <|im_end|> ", "<|endoftext|>\n"]
+CODE = ["fn main() {\n    println!(\"{}\", x);\n}", "for (int i = 0; i < n; ++i) {\n\t\ta[i] += b[i];\n}",
+        "x != y && z >= 3", "def f(a, *b, **c):\n        return a[::-1]", "#include <stdio.h>",
+        "SELECT * FROM t WHERE a='b';", "</div><br/>", "https://example.org/a?b=c&d=%20", "foo_bar.bazQux->quux()",
+        "/* ... */", "//====----", "\\n\\t\\\\", "$HOME/${x}", "a::b::<C<D>>()", "[[1, 2], [3.14e-10, -0x1F]]",
+        "{\"k\": null}", "λx.x+1", "git commit -m 'x'", "~!@#$%^&*()_+`-="]
+SPECIALS = ["<s>", "</s>", "<unk>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_start|>user\n", "<pad>",
+            "<0x0A>", "<|im_start", "im_end|>", "<|", "|>", "<repo_name>", "<file_sep>", "<issue_start>",
+            "<jupyter_code>", "[INST]", "<|im_end|><|im_end|>", " <|im_end|> ", "<|endoftext|>\n"]
 
 
 def letters(rng):
@@ -59,9 +61,9 @@ def letters(rng):
 
 
 def digits(rng):
-    kind = rng.randrange(4)
     plain = "".join(rng.choice("0123456789") for _ in range(rng.randint(1, 14)))
-    return [plain, f"{rng.uniform(-1e6, 1e6):.{rng.randint(0, 6)}f}", f"{rng.randint(1, 10**9):,}", f"{plain}{rng.choice(WORDS)}"][kind]
+    fraction = f"{rng.uniform(-1e6, 1e6):.{rng.randint(0, 6)}f}"
+    return rng.choice([plain, fraction, f"{rng.randint(1, 10**9):,}", plain + rng.choice(WORDS)])
 
 
 def emoji(rng):
@@ -75,7 +77,8 @@ def cased(rng):
 
 
 def repeated(rng):
-    return rng.choice(["a", " ", "\n", "=", "-", ".", "!", "0", "\t", "ä", "字", "😀", "_", "\r\n"]) * rng.randint(2, 40)
+    unit = rng.choice(["a", " ", "\n", "=", "-", ".", "!", "0", "\t", "ä", "字", "😀", "_", "\r\n"])
+    return unit * rng.randint(2, 40)
 
 
 def any_text(rng):
@@ -131,9 +134,9 @@ def ours(cli, model, texts, special):
 def compare(title, texts, expected, got, show):
     wrong = [i for i in range(len(texts)) if expected[i] != got[i]]
     for i in wrong[:show]:
-        same = next((k for k, (a, b) in enumerate(zip(expected[i], got[i])) if a != b), min(len(expected[i]), len(got[i])))
-        print(f"{title}, string {i}: {texts[i]!r}\n    first difference at id {same}:"
-              f" expected {expected[i][same:same + 8]}, got {got[i][same:same + 8]}")
+        at = len(os.path.commonprefix([expected[i], got[i]]))
+        print(f"{title}, string {i}: {texts[i]!r}\n    first difference at id {at}:"
+              f" expected {expected[i][at:at + 8]}, got {got[i][at:at + 8]}")
     if len(wrong) > show:
         print(f"{title}: {len(wrong) - show} more")
     print(f"{title}: {len(texts) - len(wrong)} passed, {len(wrong)} failed")

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Times llama.cpp and our engine in turn on the same GGUF file and prints paired ratios.
 
-Both read the same prompt length in one batch and then decode greedily, on the CPU. The machine's speed drifts, so the
-two run one after the other, in alternating order, and the ratio is taken within each pair; the medians of figures and
-of ratios are printed, with the smallest and largest ratio beside them. One pair is run first and thrown away. Each run is
-a process of its own, whose peak resident memory is read from the operating system (mapped file pages count, for both).
-Nothing is checked here: check_smollm2.py says whether the answers are right.
+Both read the same prompt length in one batch and then decode greedily after it, on the CPU. The machine's speed
+drifts, so the two run one after the other, in alternating order, and the ratio is taken within each pair; the medians
+of figures and of ratios are printed, with the smallest and largest ratio beside them. One pair is run first and thrown
+away. Each run is a process of its own, whose peak resident memory is read from the operating system (mapped file pages
+count, for both). Nothing is checked here: check_smollm2.py says whether the answers are right.
 
 Usage:
     python tools/compare_llama_cpp.py --cli target/release/powerinfer -m FILE.gguf
