@@ -39,8 +39,8 @@ BLOCKS = {
 WHITE = [" ", " ", " ", "  ", "   ", "\n", "\n\n", "\t", "\r\n", "\r", "\u00A0", "\u2003", "\u3000", "\u200B", "\u2028",
          "\u0085", "\v", "\f", " \n ", "\n  \n", "\t\t ", "\ufeff"]
 WORDS = ("the of and to in is you that it he was for on are with as his they be at one have this from or had by hot "
-         "but some what there we can out other were all your when up use word how said an each she which do their time if "
-         "will way about many then them would write like so these her long make thing see him two has look more day "
+         "but some what there we can out other were all your when up use word how said an each she which do their time "
+         "if will way about many then them would write like so these her long make thing see him two has look more day "
          "could go come did my sound no most number who over know water than call first people may down side been now "
          "find Hello World naïve café façade Straße señor Übermut coöperate jalapeño İstanbul ǅ ﬁne").split()
 CONTRACTIONS = ["I'm", "you're", "it's", "don't", "we'll", "they'd", "I've", "'tis", "O'Neil", "rock'n'roll", "IT'S",
