@@ -11,8 +11,8 @@ use crate::WeightType;
 
 /// Decodes one row of weights to f32.
 ///
-/// The result has the bits of ggml's own decoder: the same f32 operations in the same order, none of them fused.
-/// `bytes` needs no alignment.
+/// The result has the bits of ggml's scalar decoder: the same f32 operations in the same order. None is fused here;
+/// a C compiler that contracts `d · q + m` to one operation makes a last bit differ. `bytes` needs no alignment.
 ///
 /// # Shapes
 /// `bytes` holds `out.len()` weights: `ty.row_bytes(out.len())` bytes.
