@@ -302,6 +302,19 @@ impl Sampler {
     }
 }
 
+#[cfg(test)]
+impl Sampler {
+    /// Id and probability of the candidates of the latest draw.
+    pub(super) fn last_distribution(&self) -> impl Iterator<Item = (u32, f64)> {
+        self.candidates.iter().map(|c| (c.id, c.p))
+    }
+
+    /// What the buffers can hold without growing.
+    pub(super) fn reserved(&self) -> [usize; 3] {
+        [self.window.capacity(), self.sorted.capacity(), self.candidates.capacity()]
+    }
+}
+
 fn initial_mu(params: &SamplingParams) -> f64 {
     2.0 * f64::from(params.mirostat_tau)
 }
