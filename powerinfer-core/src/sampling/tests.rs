@@ -100,6 +100,10 @@ fn temperature_zero_takes_the_largest_and_ties_go_to_the_lowest_id() {
     assert_eq!(greedy_of(SamplingParams::greedy(), &[], &[0.5, 2.0, 2.0, 2.0]), 1);
     assert_eq!(greedy_of(SamplingParams::greedy(), &[], &[-1.0, -0.0, 0.0]), 1, "zeros of both signs tie");
     assert_eq!(greedy_of(SamplingParams::greedy(), &[], &[f32::NEG_INFINITY, -f32::MAX]), 1);
+    // With an adjusted logit the choice is made among candidates: same rule.
+    let adjusted = SamplingParams::greedy().logit_bias(TokenId(0), 1.5);
+    assert_eq!(greedy_of(adjusted.clone(), &[], &[0.5, 1.0, 2.0, 2.0]), 0);
+    assert_eq!(greedy_of(adjusted, &[], &[0.0, 1.0, 2.0, 2.0]), 2);
     let with_mirostat = SamplingParams::greedy().mirostat(Mirostat::V1, 5.0, 0.1);
     assert_eq!(greedy_of(with_mirostat, &[], &[1.0, 3.0, 2.0]), 1);
 }
