@@ -112,6 +112,11 @@ impl Generation<'_> {
         self.n_generated
     }
 
+    /// The seed of the random numbers, whoever chose it.
+    pub fn seed(&self) -> u64 {
+        self.sampler.seed()
+    }
+
     /// The session, to look at.
     pub fn session(&self) -> &Session {
         self.session
@@ -155,7 +160,7 @@ impl Generation<'_> {
         }
         self.sampler.accept(token)?;
         self.n_generated += 1;
-        let event = self.text.push(&tokenizer.token_bytes(token, self.options.show_special));
+        let event = self.text.push(tokenizer.token_bytes(token, self.options.show_special).unwrap_or_default());
         let (text, stopped) = (event.text.to_owned(), event.stopped);
         if let Some(stop) = stopped {
             return Ok(self.end(FinishReason::Stop(self.options.stop[stop].clone()), Some(token), text));

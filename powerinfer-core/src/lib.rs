@@ -25,3 +25,4 @@ pub use model::Model;
 pub use session::{CancelToken, Session, SessionError, SessionOptions};
 pub use spec::SUPPORTED_ARCHS;
 pub use stats::{PhaseStats, SessionStats};
+pub use vocab::read_tokenizer;

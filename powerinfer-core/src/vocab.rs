@@ -2,10 +2,29 @@
 
 use powerinfer_gguf::{GgufError, GgufModel};
 
-use crate::tokenizer::VocabSource;
+use crate::load::LoadError;
+use crate::tokenizer::{PreTokenizer, Tokenizer, TokenizerError, TokenizerOptions, VocabSource};
+
+/// Reads the tokenizer of a file, whatever its architecture and weights are.
+///
+/// `pre_tokenizer` overrides the rule that the file names for cutting text.
+///
+/// # Errors
+/// [`LoadError::File`] for a key that is missing or of another type, [`LoadError::Tokenizer`] for a vocabulary
+/// that does not fit together.
+pub fn read_tokenizer(file: &GgufModel, pre_tokenizer: Option<&str>) -> Result<Tokenizer, LoadError> {
+    let pre_override = match pre_tokenizer {
+        None => None,
+        Some(name) => Some(PreTokenizer::from_name(name).ok_or_else(|| {
+            TokenizerError::UnknownPreTokenizer { pre: name.to_owned() }
+        })?),
+    };
+    let options = TokenizerOptions { pre_override, ..TokenizerOptions::default() };
+    Ok(Tokenizer::new(&read(file)?, options)?)
+}
 
 /// Reads the keys `tokenizer.ggml.…`.
-pub(crate) fn read(file: &GgufModel) -> Result<VocabSource, GgufError> {
+fn read(file: &GgufModel) -> Result<VocabSource, GgufError> {
     let meta = file.metadata();
     let id = |name: &str| meta.find::<u32>(&format!("tokenizer.ggml.{name}_token_id"));
     let flag = |name: &str| meta.find::<bool>(&format!("tokenizer.ggml.{name}"));
@@ -16,14 +35,16 @@ pub(crate) fn read(file: &GgufModel) -> Result<VocabSource, GgufError> {
         tokens: owned(meta.require("tokenizer.ggml.tokens")?),
         scores: meta.find("tokenizer.ggml.scores")?,
         token_types: meta.find("tokenizer.ggml.token_type")?,
-        merges: owned(meta.find("tokenizer.ggml.merges")?.unwrap_or_default()),
+        merges: meta.find("tokenizer.ggml.merges")?.map(owned),
         bos: id("bos")?,
         eos: id("eos")?,
         eot: id("eot")?,
+        eom: id("eom")?,
         unk: id("unknown")?,
         // Converters and the original engine write this key misspelt.
         sep: id("seperator")?,
         pad: id("padding")?,
+        mask: id("mask")?,
         add_bos: flag("add_bos_token")?,
         add_eos: flag("add_eos_token")?,
         add_space_prefix: flag("add_space_prefix")?,
