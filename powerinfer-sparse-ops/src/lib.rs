@@ -23,6 +23,7 @@ mod weights;
 pub use backend::{
     ActiveMode, BackendError, BackendInfo, FfnInput, HybridBackend, Step, StepCost, StepRow, Ticket,
 };
+pub use block::ActivationType;
 pub use ids::{LayerId, NeuronId, RowId, SeqId, TokenId};
 pub use model::{
     Activation, BlockKind, Gating, ModelSpec, Norm, NormKind, PredictorInput, Rope, RopeKind, RopeScaling,
