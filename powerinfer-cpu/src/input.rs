@@ -3,7 +3,9 @@
 //! Which form a matrix reads depends on its type alone ([`Forms::of`]). A form is made once per layer and step
 //! and shared by every row of weights.
 
+use bytemuck::Zeroable;
 use powerinfer_sparse_ops::WeightType;
+use powerinfer_sparse_ops::block::BlockQ8K;
 
 use crate::pool::Pool;
 
@@ -24,41 +26,27 @@ impl BlockX8 {
 
     fn quantize(x: &[f32; 32]) -> Self {
         let (max, fault) = max_abs(x);
-        let scale = max / 127.0;
-        let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+        let inverse = if max == 0.0 { 0.0 } else { 127.0 / max };
         let q = x.map(|x| round(x * inverse));
-        let d = half::f16::from_f32(scale).to_f32() + fault;
+        let d = half::f16::from_f32(max / 127.0).to_f32() + fault;
         let sum = q.iter().map(|&q| i32::from(q)).sum::<i32>();
         Self { d, sum: d * sum as f32, q }
     }
 }
 
-/// 256 values as 8-bit integers: `x ≈ d · q`.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(crate) struct BlockX8K {
-    /// Scale: `max |x| / 127`.
-    pub(crate) d: f32,
-    /// `Σ q` of each 16 values.
-    pub(crate) sums: [i16; 16],
-    /// `x / d`, ties to even.
-    pub(crate) q: [i8; 256],
-}
-
-impl BlockX8K {
-    const ZERO: Self = Self { d: 0.0, sums: [0; 16], q: [0; 256] };
-
-    fn quantize(x: &[f32; 256]) -> Self {
-        let (max, fault) = max_abs(x);
-        let scale = max / 127.0;
-        let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
-        let q = x.map(|x| round(x * inverse));
-        let mut sums = [0; 16];
-        for (sum, q) in sums.iter_mut().zip(q.as_chunks::<16>().0) {
-            *sum = q.iter().map(|&q| i16::from(q)).sum();
-        }
-        Self { d: scale + fault, sums, q }
+/// As [`block::quantize_q8_k`](powerinfer_sparse_ops::block::quantize_q8_k), in loops that vectorise.
+fn quantize_k(x: &[f32; 256]) -> BlockQ8K {
+    let (max, fault) = max_abs(x);
+    let Some(&peak) = x.iter().find(|x| x.abs() == max).filter(|_| max != 0.0) else {
+        return BlockQ8K { d: fault, ..BlockQ8K::zeroed() };
+    };
+    let inverse = -128.0 / peak;
+    let qs = x.map(|x| round(x * inverse));
+    let mut bsums = [0; 16];
+    for (sum, q) in bsums.iter_mut().zip(qs.as_chunks::<16>().0) {
+        *sum = q.iter().map(|&q| i16::from(q)).sum();
     }
+    BlockQ8K { d: 1.0 / inverse + fault, qs, bsums }
 }
 
 /// Largest magnitude, and a number that is 0 unless some `x` is infinite or NaN. Integers cannot carry a fault
@@ -76,7 +64,7 @@ fn max_abs(x: &[f32]) -> (f32, f32) {
     (max.into_iter().fold(0.0, f32::max), fault.into_iter().sum())
 }
 
-/// Nearest integer, ties to even, for `|x| ≤ 127`. The sum leaves no bits for a fraction, which is several times
+/// Nearest integer, ties to even, at most 127, for `|x| ≤ 128`. The sum leaves no bits for a fraction, which is several times
 /// faster than `round_ties_even` without SSE4.1.
 #[inline]
 fn round(x: f32) -> i8 {
@@ -116,14 +104,14 @@ impl Forms {
 #[derive(Debug, Default)]
 pub(crate) struct InputBuffers {
     x8: Vec<BlockX8>,
-    x8k: Vec<BlockX8K>,
+    x8k: Vec<BlockQ8K>,
 }
 
 impl InputBuffers {
     /// Makes room for `n` values, whatever their rows.
     pub(crate) fn reserve(&mut self, n: usize) {
         self.x8.resize(self.x8.len().max(n / 32), BlockX8::ZERO);
-        self.x8k.resize(self.x8k.len().max(n / 256), BlockX8K::ZERO);
+        self.x8k.resize(self.x8k.len().max(n / 256), BlockQ8K::zeroed());
     }
 
     /// Makes the wanted forms of `x [n_rows, n_cols]`. Forms whose block does not divide `n_cols` are left out:
@@ -149,7 +137,7 @@ impl InputBuffers {
             n8k = x.len() / 256;
             pool.run_pieces(&mut self.x8k[..n8k], PIECE / 8, |piece, out| {
                 let x = &x.as_chunks::<256>().0[piece * (PIECE / 8)..];
-                out.iter_mut().zip(x).for_each(|(out, x)| *out = BlockX8K::quantize(x));
+                out.iter_mut().zip(x).for_each(|(out, x)| *out = quantize_k(x));
             });
         }
         Input { n_cols, x, x8: &self.x8[..n8], x8k: &self.x8k[..n8k] }
@@ -162,7 +150,7 @@ pub(crate) struct Input<'a> {
     n_cols: usize,
     x: &'a [f32],
     x8: &'a [BlockX8],
-    x8k: &'a [BlockX8K],
+    x8k: &'a [BlockQ8K],
 }
 
 impl<'a> Input<'a> {
@@ -191,7 +179,7 @@ impl<'a> Input<'a> {
 
     /// One vector in blocks of 256.
     #[inline]
-    pub(crate) fn x8k(&self, row: usize) -> &'a [BlockX8K] {
+    pub(crate) fn x8k(&self, row: usize) -> &'a [BlockQ8K] {
         let n = self.n_cols / 256;
         &self.x8k[row * n..][..n]
     }
@@ -199,6 +187,8 @@ impl<'a> Input<'a> {
 
 #[cfg(test)]
 mod tests {
+    use powerinfer_sparse_ops::block::{BlockQ8_0, quantize_q8_0, quantize_q8_k};
+
     use super::*;
 
     #[test]
@@ -223,13 +213,17 @@ mod tests {
                 let b = &input.x8(row)[i / 32];
                 // Half a step, and the rounding of the scale to f16 (2^-11) over 127 steps.
                 assert!((x - b.d * f32::from(b.q[i % 32])).abs() <= b.d * 0.57);
-                let b = &input.x8k(row)[0];
-                assert!((x - b.d * f32::from(b.q[i])).abs() <= b.d * 0.501);
             }
             let b = &input.x8(row)[3];
             assert_eq!(b.sum, b.d * b.q.iter().map(|&q| f32::from(q)).sum::<f32>());
-            let b = &input.x8k(row)[0];
-            assert_eq!(i32::from(b.sums[5]), b.q[80..96].iter().map(|&q| i32::from(q)).sum::<i32>());
+            let mut expected = [BlockQ8K::zeroed()];
+            quantize_q8_k(input.f32(row), &mut expected);
+            assert_eq!(input.x8k(row), expected);
+            let mut expected = [BlockQ8_0::zeroed(); 8];
+            quantize_q8_0(input.f32(row), &mut expected);
+            for (b, e) in input.x8(row).iter().zip(&expected) {
+                assert_eq!((b.d, b.q), (e.d.to_f32(), e.qs));
+            }
         }
     }
 
@@ -241,6 +235,6 @@ mod tests {
         assert!(BlockX8::quantize(&x).d.is_nan());
         let mut x = [1.0; 256];
         x[200] = f32::INFINITY;
-        assert!(!BlockX8K::quantize(&x).d.is_finite());
+        assert!(!quantize_k(&x).d.is_finite());
     }
 }

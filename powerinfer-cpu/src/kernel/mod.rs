@@ -14,7 +14,6 @@ use crate::level::CpuLevel;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
-mod block;
 mod scalar;
 
 /// Vectors that a row is multiplied with at once. Four sums with two parts each, the weights and the scale fill

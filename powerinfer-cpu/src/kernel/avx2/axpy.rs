@@ -4,9 +4,9 @@
 use std::arch::x86_64::*;
 
 use powerinfer_sparse_ops::WeightType;
+use powerinfer_sparse_ops::block::{BlockQ4_0, BlockQ8_0};
 
 use super::super::Floats;
-use super::super::block::{BlockQ4_0, BlockQ8_0};
 use super::load::{f16_to_f32, load_bf16, load_f16, load_f32, load32, nibbles, store_f32};
 use crate::level::Avx2;
 

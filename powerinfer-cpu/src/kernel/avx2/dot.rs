@@ -6,17 +6,17 @@
 
 use std::arch::x86_64::*;
 
-use powerinfer_sparse_ops::{WeightType, block};
-
-use super::super::block::{
-    BlockIQ4_NL, BlockQ4_0, BlockQ4_1, BlockQ4_K, BlockQ5_0, BlockQ5_1, BlockQ5_K, BlockQ6_K, BlockQ8_0,
-    IQ4_NL_VALUES, k_scales,
+use powerinfer_sparse_ops::WeightType;
+use powerinfer_sparse_ops::block::{
+    self, BlockIq4Nl, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0,
+    BlockQ8K, IQ4_NL_VALUES,
 };
+
 use super::super::{Floats, PIECE};
 use super::load::{
     f16_to_f32, five_bits, load_bf16, load_f16, load_f32, load16, load32, nibbles, sum_f32,
 };
-use crate::input::{BlockX8, BlockX8K, Input};
+use crate::input::{BlockX8, Input};
 use crate::level::Avx2;
 
 pub(in crate::kernel) fn dot<const T: usize>(
@@ -178,7 +178,7 @@ fn unpack_q5_0(b: &BlockQ5_0) -> __m256i {
 
 #[target_feature(enable = "avx2")]
 #[inline]
-fn unpack_iq4_nl(b: &BlockIQ4_NL) -> __m256i {
+fn unpack_iq4_nl(b: &BlockIq4Nl) -> __m256i {
     let values = _mm256_broadcastsi128_si256(load16(&IQ4_NL_VALUES));
     _mm256_shuffle_epi8(values, nibbles(&b.qs))
 }
@@ -186,7 +186,7 @@ fn unpack_iq4_nl(b: &BlockIQ4_NL) -> __m256i {
 dot_signed!(dot_q8_0, BlockQ8_0, unpack_q8_0);
 dot_signed!(dot_q4_0, BlockQ4_0, unpack_q4_0);
 dot_signed!(dot_q5_0, BlockQ5_0, unpack_q5_0);
-dot_signed!(dot_iq4_nl, BlockIQ4_NL, unpack_iq4_nl);
+dot_signed!(dot_iq4_nl, BlockIq4Nl, unpack_iq4_nl);
 
 macro_rules! dot_offset {
     ($name:ident, $block:ty, $unpack:ident) => {
@@ -235,12 +235,12 @@ fn part32<T: bytemuck::Pod>(bytes: &[T], part: usize) -> __m256i {
 macro_rules! dot_k_offset {
     ($name:ident, $block:ty, $unpack:ident) => {
         #[target_feature(enable = "avx2,fma,f16c")]
-        fn $name<const T: usize>(row: &[$block], x: [&[BlockX8K]; T]) -> [f32; T] {
+        fn $name<const T: usize>(row: &[$block], x: [&[BlockQ8K]; T]) -> [f32; T] {
             let x = x.map(|x| &x[..row.len()]);
             let mut sums = [_mm256_setzero_ps(); T];
             let mut offset_sums = [_mm256_setzero_ps(); T];
             for (i, block) in row.iter().enumerate() {
-                let (scales, offsets) = k_scales(&block.scales);
+                let (scales, offsets) = block.scales_mins();
                 // An offset stands for two sums of 16 inputs.
                 let twice: [u8; 16] = std::array::from_fn(|i| offsets[i / 2]);
                 let offsets = _mm256_cvtepu8_epi16(load16(&twice));
@@ -249,7 +249,7 @@ macro_rules! dot_k_offset {
                     let q = $unpack(block, sub);
                     let scale = _mm256_set1_epi16(i16::from(scales[sub]));
                     for t in 0..T {
-                        let pairs = _mm256_maddubs_epi16(q, part32(&x[t][i].q, sub));
+                        let pairs = _mm256_maddubs_epi16(q, part32(&x[t][i].qs, sub));
                         totals[t] = _mm256_add_epi32(totals[t], _mm256_madd_epi16(pairs, scale));
                     }
                 }
@@ -258,7 +258,7 @@ macro_rules! dot_k_offset {
                     let x = &x[t][i];
                     let d = _mm256_set1_ps(d * x.d);
                     sums[t] = _mm256_fmadd_ps(d, _mm256_cvtepi32_ps(totals[t]), sums[t]);
-                    let x_sums = bytemuck::cast::<[i16; 16], __m256i>(x.sums);
+                    let x_sums = bytemuck::cast::<[i16; 16], __m256i>(x.bsums);
                     let offset = _mm256_cvtepi32_ps(_mm256_madd_epi16(offsets, x_sums));
                     offset_sums[t] = _mm256_fmadd_ps(_mm256_set1_ps(d_min * x.d), offset, offset_sums[t]);
                 }
@@ -270,7 +270,7 @@ macro_rules! dot_k_offset {
 
 #[target_feature(enable = "avx2")]
 #[inline]
-fn unpack_q4_k(b: &BlockQ4_K, sub: usize) -> __m256i {
+fn unpack_q4_k(b: &BlockQ4K, sub: usize) -> __m256i {
     let both = part32(&b.qs, sub / 2);
     let q = if sub % 2 == 0 { both } else { _mm256_srli_epi16::<4>(both) };
     _mm256_and_si256(q, _mm256_set1_epi8(15))
@@ -278,7 +278,7 @@ fn unpack_q4_k(b: &BlockQ4_K, sub: usize) -> __m256i {
 
 #[target_feature(enable = "avx2")]
 #[inline]
-fn unpack_q5_k(b: &BlockQ5_K, sub: usize) -> __m256i {
+fn unpack_q5_k(b: &BlockQ5K, sub: usize) -> __m256i {
     let both = part32(&b.qs, sub / 2);
     let q = if sub % 2 == 0 { both } else { _mm256_srli_epi16::<4>(both) };
     let bit = _mm256_set1_epi8((1u8 << sub).cast_signed());
@@ -289,13 +289,13 @@ fn unpack_q5_k(b: &BlockQ5_K, sub: usize) -> __m256i {
     )
 }
 
-dot_k_offset!(dot_q4_k, BlockQ4_K, unpack_q4_k);
-dot_k_offset!(dot_q5_k, BlockQ5_K, unpack_q5_k);
+dot_k_offset!(dot_q4_k, BlockQ4K, unpack_q4_k);
+dot_k_offset!(dot_q5_k, BlockQ5K, unpack_q5_k);
 
 /// The 32 weights `part` of a Q6_K block, 0 to 63.
 #[target_feature(enable = "avx2")]
 #[inline]
-fn unpack_q6_k(b: &BlockQ6_K, part: usize) -> __m256i {
+fn unpack_q6_k(b: &BlockQ6K, part: usize) -> __m256i {
     let (half, quarter) = (part / 4, part % 4);
     let low = part32(&b.ql, half * 2 + quarter % 2);
     let low = if quarter < 2 { low } else { _mm256_srli_epi16::<4>(low) };
@@ -305,7 +305,7 @@ fn unpack_q6_k(b: &BlockQ6_K, part: usize) -> __m256i {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-fn dot_q6_k<const T: usize>(row: &[BlockQ6_K], x: [&[BlockX8K]; T]) -> [f32; T] {
+fn dot_q6_k<const T: usize>(row: &[BlockQ6K], x: [&[BlockQ8K]; T]) -> [f32; T] {
     let x = x.map(|x| &x[..row.len()]);
     let mut sums = [_mm256_setzero_ps(); T];
     for (i, block) in row.iter().enumerate() {
@@ -319,7 +319,7 @@ fn dot_q6_k<const T: usize>(row: &[BlockQ6_K], x: [&[BlockX8K]; T]) -> [f32; T] 
                 _mm_set1_epi16(i16::from(block.scales[2 * part])),
             );
             for t in 0..T {
-                let pairs = _mm256_maddubs_epi16(q, part32(&x[t][i].q, part));
+                let pairs = _mm256_maddubs_epi16(q, part32(&x[t][i].qs, part));
                 totals[t] = _mm256_add_epi32(totals[t], _mm256_madd_epi16(pairs, scale));
             }
         }
@@ -327,7 +327,7 @@ fn dot_q6_k<const T: usize>(row: &[BlockQ6_K], x: [&[BlockX8K]; T]) -> [f32; T] 
         for t in 0..T {
             let x = &x[t][i];
             // The weights are 32 less than `q`.
-            let x_sums = bytemuck::cast::<[i16; 16], __m256i>(x.sums);
+            let x_sums = bytemuck::cast::<[i16; 16], __m256i>(x.bsums);
             let shift = _mm256_slli_epi32::<5>(_mm256_madd_epi16(scales, x_sums));
             let total = _mm256_cvtepi32_ps(_mm256_sub_epi32(totals[t], shift));
             sums[t] = _mm256_fmadd_ps(_mm256_set1_ps(d * x.d), total, sums[t]);

@@ -10,20 +10,16 @@
 //! Σ_blocks  d_w · d_x · Σ q·p + m_w · (d_x · Σ p)    Q4_1, Q5_1  (q unsigned)
 //! ```
 //!
-//! Blocks of 256: eight sub-blocks of 32 (sixteen of 16 for Q6_K) with integer scales `s` and offsets `o`,
-//!
-//! ```text
-//! Σ_blocks  d_w · d_x · Σ_sub s · Σ q·p − d_min · d_x · Σ_sub o · Σ p
-//! ```
+//! Blocks of 256 are those of [`block`].
 
-use powerinfer_sparse_ops::{WeightType, block};
-
-use super::super::block::{
-    BlockIQ4_NL, BlockQ4_0, BlockQ4_1, BlockQ4_K, BlockQ5_0, BlockQ5_1, BlockQ5_K, BlockQ6_K, BlockQ8_0,
-    IQ4_NL_VALUES, k_scales,
+use powerinfer_sparse_ops::WeightType;
+use powerinfer_sparse_ops::block::{
+    self, BlockIq4Nl, BlockQ4_0, BlockQ4_1, BlockQ5_0, BlockQ5_1, BlockQ8_0, dot_q4_k_q8_k, dot_q5_k_q8_k,
+    dot_q6_k_q8_k,
 };
+
 use super::super::{Floats, PIECE};
-use crate::input::{BlockX8, BlockX8K, Input};
+use crate::input::{BlockX8, Input};
 
 pub(in crate::kernel) fn dot<const T: usize>(
     ty: WeightType,
@@ -43,9 +39,9 @@ pub(in crate::kernel) fn dot<const T: usize>(
         WeightType::IQ4_NL => rows.map(|r| dot_signed(bytemuck::cast_slice(row), x8(r), unpack_iq4_nl)),
         WeightType::Q4_1 => rows.map(|r| dot_offset(bytemuck::cast_slice(row), x8(r), unpack_q4_1)),
         WeightType::Q5_1 => rows.map(|r| dot_offset(bytemuck::cast_slice(row), x8(r), unpack_q5_1)),
-        WeightType::Q4_K => rows.map(|r| dot_q4_k(bytemuck::cast_slice(row), x8k(r))),
-        WeightType::Q5_K => rows.map(|r| dot_q5_k(bytemuck::cast_slice(row), x8k(r))),
-        WeightType::Q6_K => rows.map(|r| dot_q6_k(bytemuck::cast_slice(row), x8k(r))),
+        WeightType::Q4_K => rows.map(|r| dot_q4_k_q8_k(bytemuck::cast_slice(row), x8k(r))),
+        WeightType::Q5_K => rows.map(|r| dot_q5_k_q8_k(bytemuck::cast_slice(row), x8k(r))),
+        WeightType::Q6_K => rows.map(|r| dot_q6_k_q8_k(bytemuck::cast_slice(row), x8k(r))),
         _ => dot_decoded(ty, row, rows.map(|r| x.f32(r))),
     }
 }
@@ -121,97 +117,26 @@ fn dot_i8(a: &[i8], b: &[i8]) -> i32 {
     a.iter().zip(b).map(|(&a, &b)| i32::from(a) * i32::from(b)).sum()
 }
 
-/// Low nibbles are the first half of a block, high nibbles the second.
-fn nibbles(qs: &[u8; 16]) -> [i8; 32] {
-    std::array::from_fn(|i| if i < 16 { qs[i] & 15 } else { qs[i - 16] >> 4 } as i8)
-}
-
-/// Nibbles with a fifth bit from `qh`, bit `i` for value `i`.
-fn five_bits(qs: &[u8; 16], qh: [u8; 4]) -> [i8; 32] {
-    let high = u32::from_le_bytes(qh);
-    let low = nibbles(qs);
-    std::array::from_fn(|i| low[i] | (((high >> i) & 1) << 4) as i8)
-}
-
 pub(super) fn unpack_q8_0(b: &BlockQ8_0) -> Signed {
     (b.d.to_f32(), b.qs)
 }
 
 pub(super) fn unpack_q4_0(b: &BlockQ4_0) -> Signed {
-    (b.d.to_f32(), nibbles(&b.qs).map(|q| q - 8))
+    (b.d.to_f32(), b.quants())
 }
 
 fn unpack_q5_0(b: &BlockQ5_0) -> Signed {
-    (b.d.to_f32(), five_bits(&b.qs, b.qh).map(|q| q - 16))
+    (b.d.to_f32(), b.quants())
 }
 
-fn unpack_iq4_nl(b: &BlockIQ4_NL) -> Signed {
-    (b.d.to_f32(), nibbles(&b.qs).map(|q| IQ4_NL_VALUES[q as usize]))
+fn unpack_iq4_nl(b: &BlockIq4Nl) -> Signed {
+    (b.d.to_f32(), b.quants())
 }
 
 fn unpack_q4_1(b: &BlockQ4_1) -> Offset {
-    (b.d.to_f32(), b.m.to_f32(), nibbles(&b.qs))
+    (b.d.to_f32(), b.m.to_f32(), b.quants())
 }
 
 fn unpack_q5_1(b: &BlockQ5_1) -> Offset {
-    (b.d.to_f32(), b.m.to_f32(), five_bits(&b.qs, b.qh))
-}
-
-/// `Σ_sub offset · Σ p` of a Q4_K or Q5_K block.
-fn offsets(offsets: &[u8; 8], sums: &[i16; 16]) -> i32 {
-    (0..8).map(|s| i32::from(offsets[s]) * (i32::from(sums[2 * s]) + i32::from(sums[2 * s + 1]))).sum()
-}
-
-fn dot_q4_k(row: &[BlockQ4_K], x: &[BlockX8K]) -> f32 {
-    let (mut sum, mut offset) = (0.0, 0.0);
-    for (w, x) in row.iter().zip(x) {
-        let (scales, mins) = k_scales(&w.scales);
-        let mut total = 0;
-        for sub in 0..8 {
-            let shift = sub % 2 * 4;
-            let qs = &w.qs[sub / 2 * 32..][..32];
-            let q: [i8; 32] = std::array::from_fn(|i| (qs[i] >> shift & 15) as i8);
-            total += i32::from(scales[sub]) * dot_i8(&q, &x.q[sub * 32..]);
-        }
-        sum += w.d.to_f32() * x.d * total as f32;
-        offset += w.dmin.to_f32() * x.d * offsets(&mins, &x.sums) as f32;
-    }
-    sum - offset
-}
-
-fn dot_q5_k(row: &[BlockQ5_K], x: &[BlockX8K]) -> f32 {
-    let (mut sum, mut offset) = (0.0, 0.0);
-    for (w, x) in row.iter().zip(x) {
-        let (scales, mins) = k_scales(&w.scales);
-        let mut total = 0;
-        for sub in 0..8 {
-            let shift = sub % 2 * 4;
-            let qs = &w.qs[sub / 2 * 32..][..32];
-            let q: [i8; 32] =
-                std::array::from_fn(|i| ((qs[i] >> shift & 15) | (w.qh[i] >> sub & 1) << 4) as i8);
-            total += i32::from(scales[sub]) * dot_i8(&q, &x.q[sub * 32..]);
-        }
-        sum += w.d.to_f32() * x.d * total as f32;
-        offset += w.dmin.to_f32() * x.d * offsets(&mins, &x.sums) as f32;
-    }
-    sum - offset
-}
-
-fn dot_q6_k(row: &[BlockQ6_K], x: &[BlockX8K]) -> f32 {
-    let mut sum = 0.0;
-    for (w, x) in row.iter().zip(x) {
-        let mut total = 0;
-        for part in 0..16 {
-            // Halves of 128, quarters of 32 with the two high bits in one byte, then 16 with one scale.
-            let (half, quarter, start) = (part / 8, part % 8 / 2, part % 2 * 16);
-            let ql = &w.ql[half * 64 + quarter % 2 * 32 + start..][..16];
-            let qh = &w.qh[half * 32 + start..][..16];
-            let q: [i8; 16] = std::array::from_fn(|i| {
-                ((ql[i] >> (quarter / 2 * 4) & 15) | (qh[i] >> (quarter * 2) & 3) << 4) as i8 - 32
-            });
-            total += i32::from(w.scales[part]) * dot_i8(&q, &x.q[part * 16..]);
-        }
-        sum += w.d.to_f32() * x.d * total as f32;
-    }
-    sum
+    (b.d.to_f32(), b.m.to_f32(), b.quants())
 }
