@@ -1,1 +1,26 @@
-//! Placeholder text until the crate is written.
+//! Checked reader and writer for GGUF and PowerInfer (`PWRI`) model files.
+#![deny(unsafe_code)]
+#![cfg_attr(
+    not(test),
+    deny(clippy::indexing_slicing, clippy::arithmetic_side_effects, clippy::cast_possible_truncation)
+)]
+
+mod cursor;
+mod error;
+mod file;
+mod ggml_type;
+#[cfg(feature = "mmap")]
+mod map;
+mod metadata;
+mod names;
+mod shape;
+mod tensor;
+mod value;
+
+pub use error::{FileHint, GgufError, Name};
+pub use file::{GgufFile, Magic};
+pub use ggml_type::GgmlType;
+pub use metadata::Metadata;
+pub use shape::ShapeFault;
+pub use tensor::Tensor;
+pub use value::{ArrayIter, ArrayRef, FromValue, Value, ValueRef, ValueType};

@@ -114,6 +114,8 @@ pub struct StepCost {
     pub down_rows: u64,
     /// (neuron, token) pairs that were held and in the active sets.
     pub active_neurons: u64,
+    /// (neuron, token) pairs whose hidden value was computed and is not zero: those that really fired.
+    pub fired_neurons: u64,
     /// (neuron, token) pairs that were held.
     pub owned_neurons: u64,
 }
@@ -129,6 +131,7 @@ impl std::ops::AddAssign for StepCost {
         self.up_rows += o.up_rows;
         self.down_rows += o.down_rows;
         self.active_neurons += o.active_neurons;
+        self.fired_neurons += o.fired_neurons;
         self.owned_neurons += o.owned_neurons;
     }
 }

@@ -28,7 +28,9 @@ impl Activation {
                 }
             }
             Self::Silu => x / (1.0 + (-x).exp()),
-            Self::Gelu => 0.5 * x * (1.0 + (0.797_884_56 * x * (1.0 + 0.044_715 * x * x)).tanh()),
+            Self::Gelu => {
+                0.5 * x * (1.0 + ((2.0 / std::f32::consts::PI).sqrt() * x * (1.0 + 0.044_715 * x * x)).tanh())
+            }
         }
     }
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::{LayerId, ModelSpec, NeuronId, WeightType, block};
+use crate::{LayerId, ModelSpec, WeightType, block};
 
 /// A range of bytes kept alive by a shared owner: a mapped file, or a buffer.
 #[derive(Clone)]
@@ -358,6 +358,56 @@ pub enum DensePart {
     Head(HeadWeights),
 }
 
+impl DensePart {
+    /// Checks every shape against the model.
+    ///
+    /// # Errors
+    /// [`ShapeError::Shape`] naming the first tensor that differs; vectors are named by their place.
+    pub fn check(&self, spec: &ModelSpec) -> Result<(), ShapeError> {
+        let (n_embd, n_vocab) = (spec.n_embd, spec.n_vocab);
+        match self {
+            Self::Embedding(w) => {
+                expect_shape(&w.token, n_vocab, n_embd)?;
+                match &w.position {
+                    Some((table, first)) => expect_shape(table, spec.n_ctx_train + first, n_embd),
+                    None => Ok(()),
+                }
+            }
+            Self::Layer(layer, w) => {
+                let norms = [Some(&w.attn_norm), w.attn_norm_2.as_ref(), w.ffn_norm.as_ref()];
+                norms.into_iter().flatten().try_for_each(|norm| norm.check(*layer, n_embd))?;
+                w.q.check(spec.q_dim(), n_embd)?;
+                w.k.check(spec.kv_dim(), n_embd)?;
+                w.v.check(spec.kv_dim(), n_embd)?;
+                w.output.check(n_embd, spec.q_dim())?;
+                w.ffn_down_bias
+                    .as_ref()
+                    .map_or(Ok(()), |b| expect_len(&format!("blk.{layer} ffn down bias"), b.len(), n_embd))
+            }
+            Self::Head(w) => {
+                expect_len("output_norm", w.norm.weight.len(), n_embd)?;
+                expect_shape(&w.output, n_vocab, n_embd)
+            }
+        }
+    }
+}
+
+impl Linear {
+    fn check(&self, n_out: usize, n_in: usize) -> Result<(), ShapeError> {
+        expect_shape(&self.weight, n_out, n_in)?;
+        let bias = self.bias.as_ref();
+        bias.map_or(Ok(()), |b| expect_len(&format!("bias of `{}`", self.weight.name()), b.len(), n_out))
+    }
+}
+
+impl NormWeights {
+    fn check(&self, layer: LayerId, n_embd: usize) -> Result<(), ShapeError> {
+        expect_len(&format!("blk.{layer} norm weight"), self.weight.len(), n_embd)?;
+        let bias = self.bias.as_ref();
+        bias.map_or(Ok(()), |b| expect_len(&format!("blk.{layer} norm bias"), b.len(), n_embd))
+    }
+}
+
 /// The down projection in one of its two layouts.
 #[derive(Clone, Debug)]
 pub enum DownWeights {
@@ -394,16 +444,6 @@ impl FfnWeights {
     /// Number of neurons.
     pub fn n_ff(&self) -> usize {
         self.up.n_rows()
-    }
-
-    /// Bytes of the rows that belong to one neuron, where every matrix is laid out by neuron.
-    pub fn bytes_per_neuron(&self, _neuron: NeuronId) -> usize {
-        self.gate.as_ref().map_or(0, WeightMatrix::row_bytes)
-            + self.up.row_bytes()
-            + match &self.down {
-                DownWeights::ByNeuron(m) => m.row_bytes(),
-                DownWeights::ByOutput(m) => m.n_bytes() / self.n_ff().max(1),
-            }
     }
 
     /// Checks every shape against the model.
@@ -446,6 +486,13 @@ impl PredictorWeights {
     }
 }
 
+fn expect_len(tensor: &str, got: usize, expected: usize) -> Result<(), ShapeError> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(ShapeError::Shape { tensor: tensor.to_owned(), expected: vec![expected], got: vec![got] })
+}
+
 fn expect_shape(m: &WeightMatrix, n_rows: usize, n_cols: usize) -> Result<(), ShapeError> {
     if m.n_rows() == n_rows && m.n_cols() == n_cols {
         return Ok(());
@@ -479,7 +526,7 @@ mod tests {
         last.decode_row(0, &mut row);
         let t = m.transposed();
         assert_eq!((t.n_rows(), t.n_cols()), (2, 3));
-        assert_eq!(bytemuck::pod_collect_to_vec::<u8, f32>(t.bytes()), [0., 2., 4., 1., 3., 5.]);
+        assert_eq!(bytemuck::cast_slice::<u8, f32>(t.bytes()), [0., 2., 4., 1., 3., 5.]);
         assert_eq!(t.transposed().bytes(), m.bytes());
     }
 
