@@ -74,7 +74,6 @@ impl Values {
             _ => unreachable!("all caches of a backend have one type"),
         }
     }
-
 }
 
 /// Keys and values of one sequence, each `[n_layer, kv_len, kv_dim]`.
@@ -140,7 +139,13 @@ impl KvCaches {
     }
 
     /// See [`HybridBackend::kv_copy`](powerinfer_sparse_ops::HybridBackend::kv_copy).
-    pub(crate) fn copy(&mut self, spec: &ModelSpec, from: SeqId, to: SeqId, positions: std::ops::Range<usize>) {
+    pub(crate) fn copy(
+        &mut self,
+        spec: &ModelSpec,
+        from: SeqId,
+        to: SeqId,
+        positions: std::ops::Range<usize>,
+    ) {
         let (from, to) = (self.index(from), self.index(to));
         if let Ok([(_, from), (_, to)]) = self.caches.get_disjoint_mut([from, to]) {
             to.copy_from(spec, from, positions);
@@ -157,7 +162,12 @@ impl KvCaches {
             let at = self.index(row.seq);
             let cache = &mut self.caches[at].1;
             let pos = row.pos as usize;
-            assert!(pos < cache.kv_len, "position {pos} of sequence {} with room for {}", row.seq, cache.kv_len);
+            assert!(
+                pos < cache.kv_len,
+                "position {pos} of sequence {} with room for {}",
+                row.seq,
+                cache.kv_len
+            );
             let at = (layer * cache.kv_len + pos) * kv_dim;
             cache.k.write(at, &k[i * kv_dim..][..kv_dim]);
             cache.v.write(at, &v[i * kv_dim..][..kv_dim]);
@@ -235,7 +245,7 @@ mod tests {
     use super::*;
 
     fn spec() -> ModelSpec {
-        crate::tests::spec_of("tiny-llama")
+        powerinfer_testing::tiny::TinyModel::new(Default::default()).spec.as_ref().clone()
     }
 
     #[test]
@@ -251,10 +261,11 @@ mod tests {
         caches.write(&spec, 1, &[row(0, 2), row(0, 3)], &k, &v);
         caches.copy(&spec, SeqId(0), SeqId(1), 0..3);
         let to = caches.get(SeqId(1)).unwrap();
-        let value = |values: &Values, layer: usize, pos: usize| match values.part((layer * 9 + pos) * kv_dim, 1) {
-            Floats::F16(v) => half::f16::from_bits(v[0]).to_f32(),
-            _ => panic!("an F16 cache"),
-        };
+        let value =
+            |values: &Values, layer: usize, pos: usize| match values.part((layer * 9 + pos) * kv_dim, 1) {
+                Floats::F16(v) => half::f16::from_bits(v[0]).to_f32(),
+                _ => panic!("an F16 cache"),
+            };
         assert_eq!((value(&to.k, 1, 2), value(&to.v, 1, 2)), (1.0, 2.0));
         assert_eq!((value(&to.k, 1, 3), value(&to.k, 0, 2)), (0.0, 0.0));
         caches.copy(&spec, SeqId(1), SeqId(1), 0..3);

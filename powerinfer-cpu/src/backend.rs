@@ -329,7 +329,10 @@ impl HybridBackend for CpuBackend {
         let (q, k, v) =
             (&mut s.q[..n * spec.q_dim()], &mut s.k[..n * spec.kv_dim()], &mut s.v[..n * spec.kv_dim()]);
         norm(pool, spec.norm, w.attn_norm_2.as_ref().unwrap_or(&w.attn_norm), h, x);
-        let forms = [&w.q, &w.k, &w.v].map(|l| Forms::of(l.weight.ty())).into_iter().fold(Forms::default(), Forms::and);
+        let forms = [&w.q, &w.k, &w.v]
+            .map(|l| Forms::of(l.weight.ty()))
+            .into_iter()
+            .fold(Forms::default(), Forms::and);
         let input = s.inputs.prepare(pool, x, spec.n_embd, forms);
         linear(pool, level, &w.q, &input, q);
         linear(pool, level, &w.k, &input, k);

@@ -130,7 +130,8 @@ pub(crate) fn ffn(
     let w = &layer.weights;
     let n_ff = w.n_ff();
     read[..n_ff].iter_mut().for_each(|r| *r.get_mut() = 0);
-    let forms = w.gate.as_ref().map_or(Forms::default(), |gate| Forms::of(gate.ty())).and(Forms::of(w.up.ty()));
+    let forms =
+        w.gate.as_ref().map_or(Forms::default(), |gate| Forms::of(gate.ty())).and(Forms::of(w.up.ty()));
     let counts = Counts::default();
     let step = LayerStep {
         spec,
@@ -245,7 +246,8 @@ impl LayerStep<'_> {
         let (mut n_active, mut n_gate, mut n_up, mut n_fired) = (0, 0, 0, 0);
         for bit in bits(wanted.iter().fold(0, |all, w| all | w)) {
             let neuron = block * BLOCK + bit;
-            let mut batch = Batch::new(rows.clone().zip(wanted).filter(|(_, w)| *w >> bit & 1 == 1).map(|(r, _)| r));
+            let mut batch =
+                Batch::new(rows.clone().zip(wanted).filter(|(_, w)| *w >> bit & 1 == 1).map(|(r, _)| r));
             n_active += batch.n;
             if let Some(gate) = &w.gate {
                 batch.dot(self.level, gate, neuron, &self.x);
@@ -384,7 +386,10 @@ mod tests {
 
     #[test]
     fn a_batch_drops_zero_gates_only_if_told_to() {
-        for (skip, kept) in [(true, vec![(4, 2.0), (6, f32::INFINITY)]), (false, vec![(4, 2.0), (5, 0.0), (6, f32::INFINITY)])] {
+        for (skip, kept) in [
+            (true, vec![(4, 2.0), (6, f32::INFINITY)]),
+            (false, vec![(4, 2.0), (5, 0.0), (6, f32::INFINITY)]),
+        ] {
             let mut batch = Batch::new(4..7);
             batch.values[..3].copy_from_slice(&[2.0, 0.0, f32::INFINITY]);
             batch.keep_gates(|g| g, skip);

@@ -119,12 +119,8 @@ impl Shared {
             }
             let state = self.state.load(Ordering::SeqCst);
             if state & OPEN != 0 && state >> 32 != seen {
-                let entered = self.state.compare_exchange_weak(
-                    state,
-                    state + 1,
-                    Ordering::AcqRel,
-                    Ordering::Relaxed,
-                );
+                let entered =
+                    self.state.compare_exchange_weak(state, state + 1, Ordering::AcqRel, Ordering::Relaxed);
                 if entered.is_ok() {
                     return Some(state >> 32);
                 }

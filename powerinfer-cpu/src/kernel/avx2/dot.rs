@@ -13,9 +13,7 @@ use powerinfer_sparse_ops::block::{
 };
 
 use super::super::{Floats, PIECE};
-use super::load::{
-    f16_to_f32, five_bits, load_bf16, load_f16, load_f32, load16, load32, nibbles, sum_f32,
-};
+use super::load::{f16_to_f32, five_bits, load_bf16, load_f16, load_f32, load16, load32, nibbles, sum_f32};
 use crate::input::{BlockX8, Input};
 use crate::level::Avx2;
 
@@ -283,10 +281,7 @@ fn unpack_q5_k(b: &BlockQ5K, sub: usize) -> __m256i {
     let q = if sub % 2 == 0 { both } else { _mm256_srli_epi16::<4>(both) };
     let bit = _mm256_set1_epi8((1u8 << sub).cast_signed());
     let set = _mm256_cmpeq_epi8(_mm256_and_si256(load32(&b.qh), bit), bit);
-    _mm256_or_si256(
-        _mm256_and_si256(q, _mm256_set1_epi8(15)),
-        _mm256_and_si256(set, _mm256_set1_epi8(16)),
-    )
+    _mm256_or_si256(_mm256_and_si256(q, _mm256_set1_epi8(15)), _mm256_and_si256(set, _mm256_set1_epi8(16)))
 }
 
 dot_k_offset!(dot_q4_k, BlockQ4K, unpack_q4_k);
