@@ -107,7 +107,7 @@ impl Model {
         let mut notes = Notes::default();
         let family = Family::of(file)?;
         let spec = Arc::new(spec::read_spec(file, family, options, &mut notes)?);
-        let tokenizer = vocab::read_tokenizer(file, options.pre_tokenizer.as_deref())?;
+        let tokenizer = vocab::read_tokenizer(file, options.pre_tokenizer)?;
         for warning in tokenizer.warnings() {
             notes.warn(warning.to_string());
         }

@@ -3,7 +3,7 @@
 use powerinfer_gguf::{GgufError, GgufModel};
 
 use crate::load::LoadError;
-use crate::tokenizer::{PreTokenizer, Tokenizer, TokenizerError, TokenizerOptions, VocabSource};
+use crate::tokenizer::{PreTokenizer, Tokenizer, TokenizerOptions, VocabSource};
 
 /// Reads the tokenizer of a file, whatever its architecture and weights are.
 ///
@@ -12,14 +12,11 @@ use crate::tokenizer::{PreTokenizer, Tokenizer, TokenizerError, TokenizerOptions
 /// # Errors
 /// [`LoadError::File`] for a key that is missing or of another type, [`LoadError::Tokenizer`] for a vocabulary
 /// that does not fit together.
-pub fn read_tokenizer(file: &GgufModel, pre_tokenizer: Option<&str>) -> Result<Tokenizer, LoadError> {
-    let pre_override = match pre_tokenizer {
-        None => None,
-        Some(name) => Some(PreTokenizer::from_name(name).ok_or_else(|| {
-            TokenizerError::UnknownPreTokenizer { pre: name.to_owned() }
-        })?),
-    };
-    let options = TokenizerOptions { pre_override, ..TokenizerOptions::default() };
+pub fn read_tokenizer(
+    file: &GgufModel,
+    pre_tokenizer: Option<PreTokenizer>,
+) -> Result<Tokenizer, LoadError> {
+    let options = TokenizerOptions { pre_override: pre_tokenizer, ..TokenizerOptions::default() };
     Ok(Tokenizer::new(&read(file)?, options)?)
 }
 

@@ -9,6 +9,7 @@ mod cursor;
 mod error;
 mod file;
 mod ggml_type;
+mod gpu_index;
 #[cfg(feature = "mmap")]
 mod map;
 mod metadata;
@@ -22,6 +23,7 @@ mod writer;
 pub use error::{FileHint, GgufError, Name};
 pub use file::{GgufFile, Magic};
 pub use ggml_type::GgmlType;
+pub use gpu_index::{GpuIndex, GpuIndexError};
 pub use metadata::Metadata;
 pub use shape::ShapeFault;
 pub use shards::GgufModel;

@@ -263,7 +263,7 @@ impl Tokenizer {
         for part in parts {
             let start = text.len();
             text.push_str(part.text());
-            if matches!(part, Part::Content(_)) {
+            if matches!(part, Part::Content(text) if !text.is_empty()) {
                 content.push(start..text.len());
             }
         }

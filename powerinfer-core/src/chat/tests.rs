@@ -1,0 +1,1 @@
+//! Templates in the shapes that published models use.
