@@ -72,6 +72,18 @@ def random_blocks(rng, name):
     return blocks.reshape(-1)
 
 
+def row_that_tells_the_factors_apart(rng):
+    """32 values for which a factor of 127 / amax and one of 1 / (amax / 127) give different integers."""
+    while True:
+        x = rng.standard_normal((100_000, 32)).astype(np.float32)
+        amax = np.abs(x).max(axis=1, keepdims=True)
+        a = np.rint(x * (np.float32(127) / amax))
+        b = np.rint(x * (np.float32(1) / (amax / np.float32(127))))
+        differ = (a != b).any(axis=1)
+        if differ.any():
+            return x[np.argmax(differ)]
+
+
 def rows_to_encode(rng):
     rows = rng.standard_normal((24, 32)) * 10.0 ** np.linspace(-6, 3, 24)[:, None]
     rows[0] = 0
@@ -86,6 +98,7 @@ def rows_to_encode(rng):
     # Two peaks of opposite sign: the first one counts.
     rows[6, 5], rows[6, 9] = 0.125, -0.125
     rows[7, 5], rows[7, 9] = -90.0, 90.0
+    rows[8] = row_that_tells_the_factors_apart(rng)
     return rows.astype(np.float32)
 
 
@@ -142,6 +155,7 @@ def main(folder):
     x[1, ::32] = 127
     x[2] = np.arange(256) / 4 - 32
     x[2, 7], x[2, 9] = 128, -128
+    x[3, :32] = row_that_tells_the_factors_apart(rng)
     x.tofile(folder / "activations.f32")
     round_to_q8_0(x)[0].tofile(folder / "activations.q8_0")
     round_to_q8_1(x).tofile(folder / "activations.q8_1")

@@ -40,8 +40,7 @@ impl Golden {
             (ids("ids"), None)
         };
         let bytes = std::fs::read(json.with_file_name(format!("{name}.logits.f32"))).unwrap();
-        let logits: Vec<f32> =
-            bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        let logits: Vec<f32> = bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
         let n_vocab = logits.len() / fed.len();
         assert_eq!(info["logits_shape"], serde_json::json!([fed.len(), n_vocab]), "{name}");
         Self {
@@ -85,8 +84,7 @@ impl Golden {
             let diff: Vec<f64> = got.iter().zip(want).map(|(g, w)| f64::from(*g) - f64::from(*w)).collect();
             let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|d| d * d).sum::<f64>().sqrt();
             max_abs = diff.iter().fold(max_abs, |m, d| m.max(d.abs()));
-            let relative =
-                norm(&mut diff.iter().copied()) / norm(&mut want.iter().map(|&w| f64::from(w)));
+            let relative = norm(&mut diff.iter().copied()) / norm(&mut want.iter().map(|&w| f64::from(w)));
             rel_l2 = rel_l2.max(relative);
         }
         (max_abs, rel_l2)

@@ -6,7 +6,7 @@
 //! - the block formats of quantised weights ([`block`]) and the list of those we compute ([`WeightType`]),
 //! - views of weights ([`WeightMatrix`], [`FfnWeights`], …) and the description of a model ([`ModelSpec`]),
 //! - [`HybridBackend`], the trait that every place of computation implements, with its contracts C1 to C9,
-//! - [`reference`], a slow backend that is meant to be read, and that every fast one is compared with.
+//! - [`mod@reference`], a slow backend that is meant to be read, and that every fast one is compared with.
 //!
 //! It does not know files, tokenizers, threads or instruction sets.
 #![forbid(unsafe_code)]

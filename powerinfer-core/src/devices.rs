@@ -1,0 +1,44 @@
+//! The one module that names backend crates.
+
+use std::sync::Arc;
+
+use powerinfer_sparse_ops::reference::{ReferenceBackend, Rounding};
+use powerinfer_sparse_ops::{BackendError, HybridBackend, ModelSpec};
+
+#[cfg(feature = "cpu")]
+pub use powerinfer_cpu::{CpuLevel, CpuOptions, KvType};
+
+/// What computes.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Device {
+    /// The CPU, with threads and the best instruction set that is there.
+    #[cfg(feature = "cpu")]
+    Cpu(powerinfer_cpu::CpuOptions),
+    /// The slow backend that the others are compared with.
+    Reference(Rounding),
+}
+
+impl Default for Device {
+    #[cfg(feature = "cpu")]
+    fn default() -> Self {
+        Self::Cpu(powerinfer_cpu::CpuOptions::default())
+    }
+
+    #[cfg(not(feature = "cpu"))]
+    fn default() -> Self {
+        Self::Reference(Rounding::None)
+    }
+}
+
+impl Device {
+    pub(crate) fn backend(&self, spec: &Arc<ModelSpec>) -> Result<Box<dyn HybridBackend>, BackendError> {
+        Ok(match self {
+            #[cfg(feature = "cpu")]
+            Self::Cpu(options) => {
+                Box::new(powerinfer_cpu::CpuBackend::new(Arc::clone(spec), options.clone())?)
+            }
+            Self::Reference(rounding) => Box::new(ReferenceBackend::new(Arc::clone(spec), *rounding)),
+        })
+    }
+}

@@ -1,0 +1,500 @@
+//! From tensors to weights in their roles, with a line in the summary for everything worth knowing.
+
+use std::collections::HashSet;
+
+use powerinfer_gguf::{GgmlType, GgufError, GgufModel, Magic};
+use powerinfer_sparse_ops::{
+    Activation, ActiveMode, BackendError, BlockKind, DensePart, DownWeights, EmbeddingWeights, FfnWeights,
+    Gating, HeadWeights, LayerId, LayerWeights, Linear, ModelSpec, NormWeights, PredictorWeights, ShapeError,
+    WeightMatrix, WeightType,
+};
+
+use crate::devices::Device;
+use crate::spec::Family;
+use crate::tokenizer::{PreTokenizer, TokenizerError};
+
+/// How a model is loaded.
+#[derive(Clone, Debug)]
+pub struct LoadOptions {
+    /// What computes. The first device is home.
+    pub device: Device,
+    /// Overrides the FFN's activation; see the rule in [`crate::Model`].
+    pub activation: Option<Activation>,
+    /// Overrides the file's `powerinfer.sparse_threshold` for all layers.
+    pub sparse_threshold: Option<f32>,
+    /// Which neurons sessions compute unless they say otherwise.
+    pub mode: Option<ActiveMode>,
+    /// Lets layers of a sparse file without a predictor be computed exactly, with a note, instead of refusing
+    /// the file.
+    pub allow_missing_predictors: bool,
+    /// Overrides the pre-tokenizer that the file names.
+    pub pre_tokenizer: Option<PreTokenizer>,
+    /// Tokens that go through the model together in a prompt.
+    pub n_batch: usize,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        Self {
+            device: Device::default(),
+            activation: None,
+            sparse_threshold: None,
+            mode: None,
+            allow_missing_predictors: false,
+            pre_tokenizer: None,
+            n_batch: 256,
+        }
+    }
+}
+
+/// Why a model cannot be loaded.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LoadError {
+    /// The file is broken or lacks a key.
+    #[error(transparent)]
+    File(#[from] GgufError),
+    /// A family that the forward pass does not know.
+    #[error("architecture `{arch}` is not supported; supported: {supported}")]
+    UnsupportedArch {
+        /// From `general.architecture`.
+        arch: String,
+        /// Comma-separated list.
+        supported: String,
+    },
+    /// A key that the family needs.
+    #[error("key `{key}` is missing")]
+    MissingKey {
+        /// Its name.
+        key: String,
+    },
+    /// A key whose value makes no model.
+    #[error("key `{key}` {rule}, got {got}")]
+    BadValue {
+        /// Its name.
+        key: String,
+        /// What it must be.
+        rule: String,
+        /// What it is.
+        got: String,
+    },
+    /// A tensor that the family needs.
+    #[error("tensor `{tensor}` is missing; `{arch}` models need it in every {magic} file")]
+    MissingTensor {
+        /// Its name.
+        tensor: String,
+        /// Family.
+        arch: String,
+        /// Kind of file.
+        magic: &'static str,
+    },
+    /// A tensor in a type that nothing computes with.
+    #[error("tensor `{tensor}` is {ty}, which cannot be computed with; supported: {supported}")]
+    UnsupportedType {
+        /// Its name.
+        tensor: String,
+        /// Its type.
+        ty: GgmlType,
+        /// Comma-separated list.
+        supported: String,
+    },
+    /// A tensor of another shape than the model's numbers ask for.
+    #[error(transparent)]
+    Shape(#[from] ShapeError),
+    /// A backend refuses a weight.
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+    /// The vocabulary or its merges are broken.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+    /// The vocabulary has more tokens than the embedding has rows.
+    #[error("the vocabulary has {n_tokens} tokens, `token_embd.weight` only {n_rows} rows")]
+    VocabularySize {
+        /// Tokens in the vocabulary.
+        n_tokens: usize,
+        /// Rows of the embedding.
+        n_rows: usize,
+    },
+    /// A dense file that does not say whether it is a ReLU model, though its name does.
+    #[error(
+        "the file does not say which activation it was trained with: it is called `{name}`, but has no key \
+         `{key}` and the default would be {default}; say which one to use"
+    )]
+    ActivationUnclear {
+        /// The missing key.
+        key: String,
+        /// `general.name`.
+        name: String,
+        /// What the family would get.
+        default: &'static str,
+    },
+    /// A sparse file whose activation has no exact zeros.
+    #[error(
+        "a PWRI file with activation {activation} cannot be run: its predictors leave out neurons that are not \
+         zero; convert the model to a plain GGUF file"
+    )]
+    SparseActivation {
+        /// The activation.
+        activation: &'static str,
+    },
+    /// Mode `predictor` for a file that has none.
+    #[error("mode predictor needs predictors (`blk.N.fc1.weight`, `blk.N.fc2.weight`), the file has none")]
+    NoPredictors,
+    /// A batch of no tokens.
+    #[error("n_batch must be at least 1")]
+    EmptyBatch,
+}
+
+/// How loud a line of the summary is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoteLevel {
+    /// Good to know.
+    Info,
+    /// Something is slower or other than one might expect.
+    Warning,
+}
+
+/// Lines of the load summary: every rule that was applied and every fallback, with its reason.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Notes(Vec<(NoteLevel, String)>);
+
+impl Notes {
+    pub(crate) fn info(&mut self, line: impl Into<String>) {
+        self.0.push((NoteLevel::Info, line.into()));
+    }
+
+    pub(crate) fn warn(&mut self, line: impl Into<String>) {
+        self.0.push((NoteLevel::Warning, line.into()));
+    }
+
+    /// The lines in order.
+    pub fn iter(&self) -> impl Iterator<Item = (NoteLevel, &str)> {
+        self.0.iter().map(|(level, line)| (*level, line.as_str()))
+    }
+}
+
+/// The weights of a model, by role. Nothing is copied but transposed down projections and vectors.
+pub(crate) struct ModelWeights {
+    pub(crate) dense: Vec<DensePart>,
+    pub(crate) ffn: Vec<FfnWeights>,
+    pub(crate) predictors: Vec<Option<PredictorWeights>>,
+}
+
+/// Rows (second dimension) of a tensor that must be there.
+pub(crate) fn tensor_rows(file: &GgufModel, name: &str) -> Result<usize, LoadError> {
+    let tensor = file.tensor(name).ok_or_else(|| LoadError::MissingTensor {
+        tensor: name.to_owned(),
+        arch: "these".to_owned(),
+        magic: magic_name(file),
+    })?;
+    Ok(tensor.dims().get(1).copied().unwrap_or(1))
+}
+
+/// A tensor of one dimension as f32, if it is there.
+pub(crate) fn optional_vector(
+    file: &GgufModel,
+    name: &str,
+    len: usize,
+) -> Result<Option<Vec<f32>>, LoadError> {
+    let Some(tensor) = file.tensor(name) else { return Ok(None) };
+    if tensor.dims() != [len] {
+        return Err(ShapeError::Shape {
+            tensor: name.to_owned(),
+            expected: vec![len],
+            got: tensor.dims().to_vec(),
+        }
+        .into());
+    }
+    Ok(Some(tensor.decode()?))
+}
+
+fn magic_name(file: &GgufModel) -> &'static str {
+    match file.magic() {
+        Magic::Pwri => "PWRI",
+        Magic::Gguf => "GGUF",
+    }
+}
+
+/// Reads tensors by name and remembers which were used.
+struct Tensors<'f> {
+    file: &'f GgufModel,
+    spec: &'f ModelSpec,
+    used: HashSet<String>,
+}
+
+impl Tensors<'_> {
+    fn optional_matrix(&mut self, name: &str) -> Result<Option<WeightMatrix>, LoadError> {
+        let Some(tensor) = self.file.tensor(name) else { return Ok(None) };
+        let ty = tensor.ty().weight_type().ok_or_else(|| LoadError::UnsupportedType {
+            tensor: name.to_owned(),
+            ty: tensor.ty(),
+            supported: WeightType::ALL.map(WeightType::name).join(", "),
+        })?;
+        let &[n_cols, n_rows] = tensor.dims() else {
+            return Err(ShapeError::Shape {
+                tensor: name.to_owned(),
+                expected: vec![self.spec.n_embd, 0],
+                got: tensor.dims().to_vec(),
+            }
+            .into());
+        };
+        self.used.insert(name.to_owned());
+        let bytes = tensor.bytes();
+        Ok(Some(WeightMatrix::try_new(name, ty, n_rows, n_cols, bytes)?))
+    }
+
+    fn matrix(&mut self, name: &str) -> Result<WeightMatrix, LoadError> {
+        self.optional_matrix(name)?.ok_or_else(|| self.missing(name))
+    }
+
+    fn optional_vector(&mut self, name: &str, len: usize) -> Result<Option<Vec<f32>>, LoadError> {
+        let vector = optional_vector(self.file, name, len)?;
+        if vector.is_some() {
+            self.used.insert(name.to_owned());
+        }
+        Ok(vector)
+    }
+
+    fn missing(&self, name: &str) -> LoadError {
+        LoadError::MissingTensor {
+            tensor: name.to_owned(),
+            arch: self.spec.arch.clone(),
+            magic: magic_name(self.file),
+        }
+    }
+
+    fn norm(&mut self, name: &str) -> Result<NormWeights, LoadError> {
+        self.optional_norm(name)?.ok_or_else(|| self.missing(&format!("{name}.weight")))
+    }
+
+    fn optional_norm(&mut self, name: &str) -> Result<Option<NormWeights>, LoadError> {
+        let n_embd = self.spec.n_embd;
+        let Some(weight) = self.optional_vector(&format!("{name}.weight"), n_embd)? else { return Ok(None) };
+        let bias = self.optional_vector(&format!("{name}.bias"), n_embd)?;
+        Ok(Some(NormWeights { weight, bias }))
+    }
+
+    fn linear(&mut self, name: &str, biased: bool) -> Result<Linear, LoadError> {
+        let weight = self.matrix(&format!("{name}.weight"))?;
+        let bias_name = format!("{name}.bias");
+        let bias = self.optional_vector(&bias_name, weight.n_rows())?;
+        if biased && bias.is_none() {
+            return Err(self.missing(&bias_name));
+        }
+        Ok(Linear { weight, bias })
+    }
+}
+
+/// Reads every weight that the model needs.
+pub(crate) fn read_weights(
+    file: &GgufModel,
+    family: &Family,
+    spec: &ModelSpec,
+    options: &LoadOptions,
+    notes: &mut Notes,
+) -> Result<ModelWeights, LoadError> {
+    let mut tensors = Tensors { file, spec, used: HashSet::new() };
+    let token = tensors.matrix("token_embd.weight")?;
+    let position = match family.first_position_row {
+        Some(first) => Some((tensors.matrix("position_embd.weight")?, first)),
+        None => None,
+    };
+    let output = match tensors.optional_matrix("output.weight")? {
+        Some(output) => output,
+        None => {
+            notes.info("output tied to token_embd.weight");
+            token.clone()
+        }
+    };
+    let norm = tensors.norm("output_norm")?;
+    let mut dense = vec![
+        DensePart::Embedding(EmbeddingWeights { token, position }),
+        DensePart::Head(HeadWeights { norm, output }),
+    ];
+    let mut ffn = Vec::with_capacity(spec.n_layer);
+    let mut predictors = Vec::with_capacity(spec.n_layer);
+    for layer in spec.layers() {
+        dense.push(DensePart::Layer(layer, Box::new(read_layer(&mut tensors, family, layer)?)));
+        ffn.push(read_ffn(&mut tensors, layer)?);
+        predictors.push(read_predictor(&mut tensors, layer, options)?);
+    }
+    say_down_layout(&ffn, spec, notes);
+    if spec.sparse_file {
+        check_predictors(&predictors, spec, options, notes)?;
+    }
+    // Converted files carry it though rotation is computed; where it matters it was read with the spec.
+    tensors.used.insert("rope_freqs.weight".to_owned());
+    say_unused(&tensors, notes);
+    Ok(ModelWeights { dense, ffn, predictors })
+}
+
+fn read_layer(tensors: &mut Tensors<'_>, family: &Family, layer: LayerId) -> Result<LayerWeights, LoadError> {
+    let spec = tensors.spec;
+    let name = |part: &str| format!("blk.{layer}.{part}");
+    let (q, k, v) = if family.fused_qkv {
+        split_qkv(tensors.linear(&name("attn_qkv"), family.biases)?, spec)?
+    } else {
+        (
+            tensors.linear(&name("attn_q"), family.biases)?,
+            tensors.linear(&name("attn_k"), family.biases)?,
+            tensors.linear(&name("attn_v"), family.biases)?,
+        )
+    };
+    let down = if spec.sparse_file { "ffn_down_t.bias" } else { "ffn_down.bias" };
+    let ffn_down_bias = tensors.optional_vector(&name(down), spec.n_embd)?;
+    if family.biases && ffn_down_bias.is_none() {
+        return Err(tensors.missing(&name(down)));
+    }
+    Ok(LayerWeights {
+        attn_norm: tensors.norm(&name("attn_norm"))?,
+        attn_norm_2: tensors.optional_norm(&name("attn_norm_2"))?,
+        q,
+        k,
+        v,
+        output: tensors.linear(&name("attn_output"), family.biases)?,
+        ffn_norm: match spec.block {
+            BlockKind::Sequential => Some(tensors.norm(&name("ffn_norm"))?),
+            BlockKind::Parallel => None,
+        },
+        ffn_down_bias,
+    })
+}
+
+/// Rows of queries, then keys, then values.
+fn split_qkv(qkv: Linear, spec: &ModelSpec) -> Result<(Linear, Linear, Linear), LoadError> {
+    let ends = [spec.q_dim(), spec.q_dim() + spec.kv_dim(), spec.q_dim() + 2 * spec.kv_dim()];
+    if qkv.weight.n_rows() != ends[2] {
+        return Err(ShapeError::Shape {
+            tensor: qkv.weight.name().to_owned(),
+            expected: vec![spec.n_embd, ends[2]],
+            got: vec![qkv.weight.n_cols(), qkv.weight.n_rows()],
+        }
+        .into());
+    }
+    let part = |range: std::ops::Range<usize>| Linear {
+        bias: qkv.bias.as_ref().map(|b| b[range.clone()].to_vec()),
+        weight: qkv.weight.rows(range),
+    };
+    Ok((part(0..ends[0]), part(ends[0]..ends[1]), part(ends[1]..ends[2])))
+}
+
+fn read_ffn(tensors: &mut Tensors<'_>, layer: LayerId) -> Result<FfnWeights, LoadError> {
+    let spec = tensors.spec;
+    let name = |part: &str| format!("blk.{layer}.{part}");
+    let gate = match spec.gating {
+        Gating::None => None,
+        Gating::Gate | Gating::GateAndUp => Some(tensors.matrix(&name("ffn_gate.weight"))?),
+    };
+    let up = tensors.matrix(&name("ffn_up.weight"))?;
+    let up_bias = tensors.optional_vector(&name("ffn_up.bias"), up.n_rows())?;
+    let down = if spec.sparse_file {
+        DownWeights::ByNeuron(tensors.matrix(&name("ffn_down_t.weight"))?)
+    } else {
+        DownWeights::ByOutput(tensors.matrix(&name("ffn_down.weight"))?)
+    };
+    let mut ffn = FfnWeights { gate, up, up_bias, down };
+    // Checked as the file has it, so that an error shows the file's shape.
+    ffn.check(spec, layer)?;
+    if let DownWeights::ByOutput(down) = &ffn.down
+        && spec.activation.has_exact_zeros()
+        && down.ty().is_float()
+    {
+        ffn.down = DownWeights::ByNeuron(down.transposed());
+    }
+    Ok(ffn)
+}
+
+fn read_predictor(
+    tensors: &mut Tensors<'_>,
+    layer: LayerId,
+    options: &LoadOptions,
+) -> Result<Option<PredictorWeights>, LoadError> {
+    let name = |part: &str| format!("blk.{layer}.{part}.weight");
+    let fc1 = tensors.optional_matrix(&name("fc1"))?;
+    let fc2 = tensors.optional_matrix(&name("fc2"))?;
+    let (fc1, fc2) = match (fc1, fc2) {
+        (Some(fc1), Some(fc2)) => (fc1, fc2),
+        (None, None) => return Ok(None),
+        (None, Some(_)) => return Err(tensors.missing(&name("fc1"))),
+        (Some(_), None) => return Err(tensors.missing(&name("fc2"))),
+    };
+    let in_file = tensors.file.metadata().find::<f32>("powerinfer.sparse_threshold")?;
+    let threshold = options.sparse_threshold.or(in_file).unwrap_or(0.0);
+    if threshold.is_nan() {
+        return Err(LoadError::BadValue {
+            key: "powerinfer.sparse_threshold".to_owned(),
+            rule: "must be a number".to_owned(),
+            got: "NaN".to_owned(),
+        });
+    }
+    let predictor = PredictorWeights { fc1, fc2, threshold };
+    predictor.check(tensors.spec, layer)?;
+    Ok(Some(predictor))
+}
+
+fn check_predictors(
+    predictors: &[Option<PredictorWeights>],
+    spec: &ModelSpec,
+    options: &LoadOptions,
+    notes: &mut Notes,
+) -> Result<(), LoadError> {
+    let missing: Vec<String> = (0..)
+        .zip(predictors)
+        .filter(|(_, p)| p.is_none())
+        .map(|(layer, _): (u32, _)| layer.to_string())
+        .collect();
+    let Some(first) = missing.first() else {
+        let ranks: Vec<usize> = predictors.iter().flatten().map(|p| p.fc1.n_rows()).collect();
+        let (low, high) = (ranks.iter().min().copied(), ranks.iter().max().copied());
+        let threshold = predictors.iter().flatten().next().map_or(0.0, |p| p.threshold);
+        notes.info(format!(
+            "predictors in all {} layers, rank {} to {}, threshold {threshold}",
+            spec.n_layer,
+            low.unwrap_or(0),
+            high.unwrap_or(0)
+        ));
+        return Ok(());
+    };
+    if !options.allow_missing_predictors {
+        return Err(LoadError::MissingTensor {
+            tensor: format!("blk.{first}.fc1.weight"),
+            arch: spec.arch.clone(),
+            magic: "PWRI",
+        });
+    }
+    notes.warn(format!("no predictor in layers {}: computed exactly, gate first", missing.join(", ")));
+    Ok(())
+}
+
+fn say_down_layout(ffn: &[FfnWeights], spec: &ModelSpec, notes: &mut Notes) {
+    let Some(first) = ffn.first() else { return };
+    if spec.sparse_file || !spec.activation.has_exact_zeros() {
+        return;
+    }
+    match &first.down {
+        DownWeights::ByNeuron(m) => {
+            let bytes: usize = ffn.iter().map(|f| f.down.matrix().n_bytes()).sum();
+            notes.info(format!(
+                "down projections ({}) transposed at load without loss, a copy of {:.1} MiB",
+                m.ty(),
+                bytes as f64 / (1 << 20) as f64
+            ));
+        }
+        DownWeights::ByOutput(m) => notes.info(format!(
+            "down projections are {}, stored by output: blocks run over neurons and stay as they are",
+            m.ty()
+        )),
+    }
+}
+
+fn say_unused(tensors: &Tensors<'_>, notes: &mut Notes) {
+    let unused: Vec<String> = tensors
+        .file
+        .tensors()
+        .map(|t| t.name().to_owned())
+        .filter(|name| !tensors.used.contains(name))
+        .collect();
+    if let Some(first) = unused.first() {
+        notes.warn(format!("{} tensors of the file are not used, such as `{first}`", unused.len()));
+    }
+}

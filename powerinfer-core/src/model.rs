@@ -1,0 +1,258 @@
+//! A loaded model: weights, tokenizer and chat template, shared by its sessions.
+
+use std::fmt;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use powerinfer_gguf::{GgufFile, GgufModel};
+use powerinfer_sparse_ops::{ActiveMode, BackendInfo, LayerId, ModelSpec, NeuronSet};
+
+use crate::chat::{ChatError, ChatTemplate};
+use crate::forward::Forward;
+use crate::load::{self, LoadError, LoadOptions, ModelWeights, Notes};
+use crate::session::{Engine, Session, SessionError, SessionOptions};
+use crate::spec::{self, Family};
+use crate::tokenizer::{Tokenizer, TokenizerOptions};
+use crate::vocab;
+
+/// A loaded model. Cloning is cheap and shares the weights; it may be used from many threads, which take turns
+/// at its backends.
+///
+/// # Which activation the FFN has
+///
+/// Decided by the first of these rules that applies, and said in [`Model::notes`]:
+///
+/// 1. [`LoadOptions::activation`];
+/// 2. the key `<arch>.hidden_act` (`relu`, `silu` or `gelu`), which files written by this project carry;
+/// 3. a `PWRI` file: ReLU;
+/// 4. the family: llama SiLU, bamboo and opt ReLU, falcon GELU. A dense llama or falcon file without the key
+///    whose `general.name` says ReLU, ReGLU, ProSparse or TurboSparse is refused, since the default would
+///    silently compute another function.
+#[derive(Clone)]
+pub struct Model {
+    shared: Arc<Shared>,
+}
+
+/// What all sessions of a model share.
+pub(crate) struct Shared {
+    pub(crate) spec: Arc<ModelSpec>,
+    pub(crate) default_mode: ActiveMode,
+    pub(crate) n_batch: usize,
+    name: Option<String>,
+    has_predictors: bool,
+    tokenizer: Tokenizer,
+    chat_template: Option<Result<ChatTemplate, ChatError>>,
+    notes: Notes,
+    backends: Vec<BackendInfo>,
+    weight_bytes: u64,
+    engine: Mutex<Engine>,
+}
+
+impl Shared {
+    /// The backends, for one step.
+    ///
+    /// # Panics
+    /// If a step panicked before: what it left behind cannot be trusted.
+    pub(crate) fn engine(&self) -> MutexGuard<'_, Engine> {
+        self.engine.lock().expect("no step has panicked before")
+    }
+
+    /// The backends, for clean-up, whatever happened.
+    pub(crate) fn engine_for_release(&self) -> MutexGuard<'_, Engine> {
+        self.engine.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Model").field("arch", &self.spec.arch).field("backends", &self.backends).finish()
+    }
+}
+
+impl fmt::Debug for Model {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.shared.fmt(f)
+    }
+}
+
+impl Model {
+    /// Opens a GGUF or PWRI file (the first one, if there are several) and loads it; files are mapped, not
+    /// read.
+    ///
+    /// # Errors
+    /// A [`LoadError`] that names the key or tensor at fault.
+    pub fn open(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Self, LoadError> {
+        Self::load(&GgufModel::open(path)?, options)
+    }
+
+    /// Loads a model from the bytes of a file.
+    ///
+    /// # Errors
+    /// A [`LoadError`] that names the key or tensor at fault.
+    pub fn from_bytes(
+        bytes: impl AsRef<[u8]> + Send + Sync + 'static,
+        options: &LoadOptions,
+    ) -> Result<Self, LoadError> {
+        Self::load(&GgufModel::from(GgufFile::from_bytes(bytes)?), options)
+    }
+
+    /// Loads a model from an opened file.
+    ///
+    /// # Errors
+    /// A [`LoadError`] that names the key or tensor at fault.
+    pub fn load(file: &GgufModel, options: &LoadOptions) -> Result<Self, LoadError> {
+        if options.n_batch == 0 {
+            return Err(LoadError::EmptyBatch);
+        }
+        let mut notes = Notes::default();
+        let family = Family::of(file)?;
+        let spec = Arc::new(spec::read_spec(file, family, options, &mut notes)?);
+        let tokenizer_options =
+            TokenizerOptions { pre_override: options.pre_tokenizer, ..TokenizerOptions::default() };
+        let tokenizer = Tokenizer::new(&vocab::read(file)?, tokenizer_options)?;
+        for warning in tokenizer.warnings() {
+            notes.warn(warning.to_string());
+        }
+        if tokenizer.n_vocab() > spec.n_vocab {
+            return Err(LoadError::VocabularySize { n_tokens: tokenizer.n_vocab(), n_rows: spec.n_vocab });
+        }
+        let chat_template = vocab::chat_template(file)?.map(ChatTemplate::parse);
+        if let Some(Err(error)) = &chat_template {
+            notes.warn(format!("the chat template cannot be used: {error}"));
+        }
+        let weights = load::read_weights(file, family, &spec, options, &mut notes)?;
+        let has_predictors = weights.predictors.iter().any(Option::is_some);
+        let default_mode = default_mode(&spec, has_predictors, options, &mut notes)?;
+        let weight_bytes = file.tensors().map(|t| t.n_bytes() as u64).sum();
+        let forward = fill_backends(&spec, weights, options)?;
+        let backends: Vec<BackendInfo> = forward.backends.iter().map(|b| b.info()).collect();
+        for backend in &backends {
+            notes.info(format!("{}: {}", backend.name, backend.description));
+        }
+        Ok(Self {
+            shared: Arc::new(Shared {
+                default_mode,
+                n_batch: options.n_batch,
+                name: file.metadata().find::<String>("general.name")?,
+                has_predictors,
+                tokenizer,
+                chat_template,
+                notes,
+                backends,
+                weight_bytes,
+                engine: Mutex::new(Engine::new(forward, options.n_batch)),
+                spec,
+            }),
+        })
+    }
+
+    pub(crate) fn from_shared(shared: Arc<Shared>) -> Self {
+        Self { shared }
+    }
+
+    /// Starts a text of its own.
+    ///
+    /// # Errors
+    /// [`SessionError::ContextLength`], or [`SessionError::Backend`] if there is no memory for a KV cache.
+    pub fn session(&self, options: &SessionOptions) -> Result<Session, SessionError> {
+        if options.mode == Some(ActiveMode::Predictor) && !self.shared.has_predictors {
+            return Err(SessionError::NoPredictors);
+        }
+        Session::new(Arc::clone(&self.shared), options)
+    }
+
+    /// The model's name for people, from `general.name`.
+    pub fn name(&self) -> Option<&str> {
+        self.shared.name.as_deref()
+    }
+
+    /// Dimensions and family.
+    pub fn spec(&self) -> &ModelSpec {
+        &self.shared.spec
+    }
+
+    /// The tokenizer of the file.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.shared.tokenizer
+    }
+
+    /// The chat template of the file; `None` if it has none.
+    ///
+    /// # Errors
+    /// [`ChatError`] naming the line, if the template is broken.
+    pub fn chat_template(&self) -> Option<Result<&ChatTemplate, &ChatError>> {
+        self.shared.chat_template.as_ref().map(Result::as_ref)
+    }
+
+    /// Which rules and fallbacks were applied at load, each with its reason.
+    pub fn notes(&self) -> &Notes {
+        &self.shared.notes
+    }
+
+    /// What computes; the first one is home.
+    pub fn backends(&self) -> &[BackendInfo] {
+        &self.shared.backends
+    }
+
+    /// Bytes of all tensors of the file.
+    pub fn weight_bytes(&self) -> u64 {
+        self.shared.weight_bytes
+    }
+
+    /// Which neurons sessions compute unless they say otherwise: `predictor` with predictors, `exact` with an
+    /// activation that has exact zeros, otherwise `dense`.
+    pub fn default_mode(&self) -> ActiveMode {
+        self.shared.default_mode
+    }
+
+    /// Whether the file has predictors.
+    pub fn has_predictors(&self) -> bool {
+        self.shared.has_predictors
+    }
+
+    /// Tokens of a prompt that go through the model together.
+    pub fn n_batch(&self) -> usize {
+        self.shared.n_batch
+    }
+}
+
+fn default_mode(
+    spec: &ModelSpec,
+    has_predictors: bool,
+    options: &LoadOptions,
+    notes: &mut Notes,
+) -> Result<ActiveMode, LoadError> {
+    let (mode, why) = match options.mode {
+        Some(ActiveMode::Predictor) if !has_predictors => return Err(LoadError::NoPredictors),
+        Some(mode) => (mode, "as asked for"),
+        None if spec.sparse_file && has_predictors => (ActiveMode::Predictor, "the file has predictors"),
+        None if spec.activation.has_exact_zeros() => {
+            (ActiveMode::Exact, "the activation has exact zeros, the file no predictors")
+        }
+        None => (ActiveMode::Dense, "the activation has no exact zeros"),
+    };
+    if mode == ActiveMode::Exact && !spec.activation.has_exact_zeros() {
+        notes.warn("mode exact computes as dense: the activation has no exact zeros");
+    }
+    notes.info(format!("mode {} ({why})", mode.name()));
+    Ok(mode)
+}
+
+fn fill_backends(
+    spec: &Arc<ModelSpec>,
+    weights: ModelWeights,
+    options: &LoadOptions,
+) -> Result<Forward, LoadError> {
+    let mut home = options.device.backend(spec)?;
+    for part in weights.dense {
+        home.load_dense(part)?;
+    }
+    for (layer, (ffn, predictor)) in (0..).map(LayerId).zip(weights.ffn.into_iter().zip(weights.predictors)) {
+        let owned = NeuronSet::all(ffn.n_ff());
+        home.load_ffn(layer, ffn, &owned)?;
+        if let Some(predictor) = predictor {
+            home.load_predictor(layer, predictor)?;
+        }
+    }
+    Ok(Forward::new(spec, vec![home], options.n_batch))
+}
