@@ -32,6 +32,8 @@ mod tests;
 pub use crate::tokenizer::Part;
 pub use parts::Prompt;
 
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Serde;
 use minijinja::{Environment, ErrorKind, UndefinedBehavior, Value};
 use serde::{Deserialize, Serialize};
 use std::error::Error as _;
@@ -172,8 +174,13 @@ impl ChatTemplate {
     /// unsupported where the small conversation does not reach; rendering then gives the same error.
     pub fn parse_with(source: &str, limits: ChatLimits) -> Result<Self, ChatError> {
         let mut env = Environment::new();
-        env.set_trim_blocks(true);
-        env.set_lstrip_blocks(true);
+        env.set_syntax(
+            SyntaxConfig::builder()
+                .trim_blocks(true)
+                .lstrip_blocks(true)
+                .build()
+                .expect("the usual delimiters are fine"),
+        );
         env.set_undefined_behavior(UndefinedBehavior::Lenient);
         env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
         env.set_fuel(Some(limits.fuel));
@@ -251,15 +258,15 @@ fn detail(error: &minijinja::Error) -> String {
 /// The variables that the Python library passes to every template, and the caller's own.
 fn context(input: &ChatInput<'_>) -> Value {
     let fixed = [
-        ("messages", Value::from_serialize(input.messages)),
+        ("messages", Value::from(Serde(input.messages))),
         ("add_generation_prompt", Value::from(input.add_generation_prompt)),
         ("bos_token", Value::from(input.bos_token)),
         ("eos_token", Value::from(input.eos_token)),
         ("tools", Value::from(())),
         ("documents", Value::from(())),
     ];
-    let extra = input.extra.iter().map(|(name, value)| (name.as_str(), Value::from_serialize(value)));
-    fixed.into_iter().chain(extra).collect()
+    let extra = input.extra.iter().map(|(name, value)| (name.as_str(), Value::from(Serde(value))));
+    Value::from_pairs(fixed.into_iter().chain(extra))
 }
 
 /// Output that ends with an error at its limit.

@@ -1,5 +1,6 @@
 //! A bounded fuzz run: whatever the bytes, parsing gives a file or a typed error, in bounded memory, and a
 //! file that was accepted can be used in every way.
+#![allow(clippy::unwrap_used, reason = "a failure of a helper fails its test")]
 
 mod support;
 

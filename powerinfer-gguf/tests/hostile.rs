@@ -1,5 +1,6 @@
 //! Files that must be refused, each with an error of its own kind. The numbers G1 to G36 are those of the
 //! project's list of hostile inputs; what needs the meaning of a model is tested with the engine.
+#![allow(clippy::unwrap_used, reason = "a failure of a helper fails its test")]
 
 mod support;
 
@@ -116,7 +117,12 @@ fn g3_other_versions() {
 fn g4_counts_beyond_the_file() {
     for count in [u64::MAX, 500_000_000, 1 << 32, 5] {
         let bytes = Raw { n_tensors: Some(count), ..Raw::new() }.build();
-        assert_refused!(bytes, GgufError::CountExceedsFile { what: "tensors", at: 8, count: c, .. } if c == count, "tensors");
+        assert_refused!(
+            bytes,
+            GgufError::CountExceedsFile { what: "tensors", at: 8, count: c, .. }
+                if c == count,
+            "tensors"
+        );
         let bytes = Raw { n_keys: Some(count), ..Raw::new() }.header();
         assert_eq!(bytes.len(), 24);
         assert_refused!(
@@ -147,7 +153,12 @@ fn g6_strings_longer_than_the_file() {
     for len in [1u64 << 63, 1 << 40, 17, u64::MAX] {
         let value = [&len.to_le_bytes()[..], &[b'x'; 16]].concat();
         let bytes = Raw::new().key("general.name", STRING, value).header();
-        assert_refused!(bytes, GgufError::StringExceedsFile { len: l, have: 16, .. } if l == len, "`general.name`");
+        assert_refused!(
+            bytes,
+            GgufError::StringExceedsFile { len: l, have: 16, .. }
+                if l == len,
+            "`general.name`"
+        );
         let value = array(STRING, 2, &[string(b"a"), len.to_le_bytes().to_vec(), vec![0; 16]].concat());
         let bytes = Raw::new().key("tokens", ARRAY, value).header();
         assert_refused!(bytes, GgufError::StringExceedsFile { len: l, .. } if l == len, "`tokens`");
@@ -173,7 +184,12 @@ fn g7_text_that_is_not_utf8() {
 fn g8_unknown_value_types() {
     for id in [13, 14, 255, u32::MAX] {
         let bytes = Raw::new().key("k", id, [0; 16]).build();
-        assert_refused!(bytes, GgufError::UnknownValueType { at: 33, id: i, .. } if i == id, "`k`", "offset 33");
+        assert_refused!(
+            bytes,
+            GgufError::UnknownValueType { at: 33, id: i, .. }
+                if i == id,
+            "`k`", "offset 33"
+        );
     }
 }
 
@@ -197,7 +213,12 @@ fn g10_arrays_longer_than_the_file() {
     // Times 8 the first wraps to 0; the last is one more than there is.
     for len in [1u64 << 61, u64::MAX, 1 << 58, 1 << 40, 3] {
         let bytes = Raw::new().key("k", ARRAY, array(10, len, &[0; 16])).header();
-        assert_refused!(bytes, GgufError::ArrayExceedsFile { len: l, element: ValueType::U64, limit: 2, at: 41, .. } if l == len, "`k`");
+        assert_refused!(
+            bytes,
+            GgufError::ArrayExceedsFile { len: l, element: ValueType::U64, limit: 2, at: 41, .. }
+                if l == len,
+            "`k`"
+        );
     }
     // An array of strings or of arrays needs at least its lengths.
     let bytes = Raw::new().key("k", ARRAY, array(STRING, 3, &[0; 16])).header();
@@ -240,7 +261,12 @@ fn g13_a_key_twice() {
 fn g14_bad_alignments() {
     for alignment in [0, 3, 13, 48, 1 << 21, 1 << 31, u32::MAX] {
         let bytes = Raw::new().key_u32("general.alignment", alignment).build();
-        assert_refused!(bytes, GgufError::BadAlignment { at: 24, alignment: a, .. } if a == alignment, "power of two");
+        assert_refused!(
+            bytes,
+            GgufError::BadAlignment { at: 24, alignment: a, .. }
+                if a == alignment,
+            "power of two"
+        );
     }
     for (ty, value) in [
         (I32, &[32, 0, 0, 0][..]),
@@ -272,7 +298,8 @@ fn g15_bad_numbers_of_dimensions() {
         raw.tensors[0][8 + name..12 + name].copy_from_slice(&n_dims.to_le_bytes());
         assert_refused!(
             raw.build(),
-            GgufError::BadShape { at: 24, fault: ShapeFault::DimCount { n_dims: n }, .. } if n == n_dims.into(),
+            GgufError::BadShape { at: 24, fault: ShapeFault::DimCount { n_dims: n }, .. }
+                if n == n_dims.into(),
             "`blk.0.ffn_up.weight`", "1 to 4"
         );
     }
@@ -283,7 +310,8 @@ fn g16_bad_dimensions() {
     for (dims, wanted) in [(&[32, 0][..], 1), (&[0], 0), (&[1 << 63], 0), (&[32, u64::MAX], 1)] {
         assert_refused!(
             one_tensor(dims, 0).build(),
-            GgufError::BadShape { fault: ShapeFault::BadDim { axis, dim }, .. } if axis == wanted && dim == dims[axis],
+            GgufError::BadShape { fault: ShapeFault::BadDim { axis, dim }, .. }
+                if axis == wanted && dim == dims[axis],
             "`blk.0.ffn_up.weight`", "2^63"
         );
     }
@@ -403,7 +431,12 @@ fn g23_bad_offsets() {
     let second = |offset| Raw::new().tensor("a", &[16], 0, 0).tensor("b", &[1], 0, offset).data(256).build();
     assert!(GgufFile::from_bytes(second(64)).is_ok());
     for offset in [1, 65, 68, u64::MAX] {
-        assert_refused!(second(offset), GgufError::TensorMisaligned { offset: o, .. } if o == offset, "`b`", "32");
+        assert_refused!(
+            second(offset),
+            GgufError::TensorMisaligned { offset: o, .. }
+                if o == offset,
+            "`b`", "32"
+        );
     }
     for offset in [0, 32] {
         assert_refused!(second(offset), GgufError::TensorOverlap { expected: 64, .. }, "`b`", "overlaps");

@@ -1,5 +1,6 @@
 //! Opening a file reads its header and leaves the data alone. A file of its own, so that no other test
 //! touches memory meanwhile.
+#![allow(clippy::unwrap_used, reason = "a failure of a helper fails its test")]
 #![cfg(all(feature = "mmap", target_os = "linux"))]
 
 use std::fs::{self, File, OpenOptions};
@@ -9,12 +10,12 @@ use std::path::Path;
 use powerinfer_gguf::{GgmlType, GgufFile, GgufWriter, Magic, TensorSource};
 
 const DATA_BYTES: u64 = 5 << 30;
-const PAGE_BYTES: u64 = 4096;
 
 /// Bytes of this process that are in memory, those of mapped files included.
 fn resident_bytes() -> u64 {
-    let statm = fs::read_to_string("/proc/self/statm").unwrap();
-    statm.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * PAGE_BYTES
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }
 
 /// The header that the writer makes for one tensor of 5 GiB, and then a hole.

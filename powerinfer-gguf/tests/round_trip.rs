@@ -1,4 +1,5 @@
 //! What the writer accepts, the reader returns; what it refuses leaves nothing behind.
+#![allow(clippy::unwrap_used, reason = "a failure of a helper fails its test")]
 
 use std::fs;
 use std::io::{self, Write};
@@ -96,8 +97,9 @@ proptest! {
             let found = file.tensor(&format!("t{ix}")).unwrap();
             prop_assert_eq!((found.ty(), found.dims()), (tensor.0, &tensor.1[..]));
             prop_assert_eq!(found.as_slice(), &bytes[..]);
-            prop_assert!(found.offset().is_multiple_of(file.alignment() as usize) || file.alignment() > 32);
-            prop_assert!((found.offset() - file.data_range().start).is_multiple_of(file.alignment() as usize));
+            prop_assert!(found.offset().is_multiple_of(file.alignment() as usize));
+            let in_data = found.offset() - file.data_range().start;
+            prop_assert!(in_data.is_multiple_of(file.alignment() as usize));
         }
     }
 }
@@ -123,9 +125,8 @@ fn values_of_every_type_come_back_bit_for_bit() {
     let texts = keys.get("texts").unwrap();
     assert_eq!(texts, texts);
     assert_ne!(Some(texts), keys.get("empty"));
-    assert!(
-        matches!(texts, ValueRef::Array(array) if array.element_type() == ValueType::String && !array.is_empty())
-    );
+    let ValueRef::Array(array) = texts else { panic!("{texts:?}") };
+    assert_eq!((array.element_type(), array.len(), array.is_empty()), (ValueType::String, 2, false));
 }
 
 #[test]

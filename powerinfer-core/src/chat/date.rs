@@ -94,7 +94,10 @@ pub(super) fn strftime(format: &str, time: SystemTime) -> Result<String, Error> 
             code = chars.next();
         }
         push_code(&mut out, &date, code, unpadded).ok_or_else(|| {
-            Error::new(ErrorKind::InvalidOperation, format!("strftime_now: format `{format}` is not supported"))
+            Error::new(
+                ErrorKind::InvalidOperation,
+                format!("strftime_now: format `{format}` is not supported"),
+            )
         })?;
     }
     Ok(out)
@@ -164,7 +167,10 @@ mod tests {
             (253_402_300_799, "%F", "9999-12-31"),
         ];
         for (second, format, expected) in cases {
-            assert_eq!(strftime(format, UNIX_EPOCH + Duration::from_secs(second)).expect("supported"), expected);
+            assert_eq!(
+                strftime(format, UNIX_EPOCH + Duration::from_secs(second)).expect("supported"),
+                expected
+            );
         }
         let before = UNIX_EPOCH - Duration::from_secs(1);
         assert_eq!(strftime("%F %T", before).expect("supported"), "1969-12-31 23:59:59");

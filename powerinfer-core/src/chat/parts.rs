@@ -31,6 +31,13 @@ impl Prompt {
 /// Messages tried one by one at most; each costs one more rendering.
 const MAX_TRIED_ALONE: usize = 64;
 
+/// Places in one string at which a head or tail is cut when it is searched for.
+const MAX_SEARCHED_PIECES: usize = 64;
+
+/// What models write around their own thinking. Templates look for these, so in an assistant's message they are not
+/// marked.
+const THINKING: [&str; 2] = ["<think>", "</think>"];
+
 impl ChatTemplate {
     /// The prompt for a conversation, in parts for `Tokenizer::encode_parts`.
     ///
@@ -77,38 +84,55 @@ impl ChatTemplate {
         plain: &str,
         marks: Marks,
     ) -> (Vec<Range<usize>>, bool) {
+        let alone = |ix: usize| {
+            let tried = ix < MAX_TRIED_ALONE;
+            tried.then(|| self.content_ranges(input, plain, marks, |other| other == ix)).flatten()
+        };
+        let found: Vec<Option<Vec<Range<usize>>>> = (0..input.messages.len()).map(alone).collect();
         let mut ranges: Vec<Range<usize>> = Vec::new();
-        let mut exact = true;
-        for (ix, message) in input.messages.iter().enumerate() {
-            let alone = if ix < MAX_TRIED_ALONE {
-                self.content_ranges(input, plain, marks, |other| other == ix)
-            } else {
-                None
-            };
-            match alone {
-                Some(found) => ranges.extend(found),
+        let mut searched_from = 0;
+        for (ix, (message, in_message)) in input.messages.iter().zip(&found).enumerate() {
+            match in_message {
+                Some(in_message) => ranges.extend_from_slice(in_message),
                 None => {
-                    exact = false;
-                    ranges.extend(search(plain, message));
+                    let later = found[ix + 1..].iter().flatten().flatten();
+                    let until = later.map(|range| range.start).min().unwrap_or(plain.len());
+                    ranges.extend(search(plain, searched_from..until.max(searched_from), message));
                 }
             }
+            searched_from = ranges.iter().map(|range| range.end).max().unwrap_or(0);
         }
         ranges.sort_by_key(|range| (range.start, range.end));
-        (ranges, exact)
+        (ranges, found.iter().all(Option::is_some))
     }
 }
 
-/// Everywhere that a message's content stands in the prompt; its tags alone where the whole does not.
-fn search(plain: &str, message: &Message) -> Vec<Range<usize>> {
+/// Where in a stretch of the prompt the longest head or tail of a message's strings stands, if it holds a bracket.
+///
+/// Text without brackets cannot be taken for a control token, and short text stands everywhere.
+fn search(plain: &str, within: Range<usize>, message: &Message) -> Vec<Range<usize>> {
     let mut ranges = Vec::new();
+    let mut from = within.start;
     each_string(&mut message.clone(), &mut |text| {
-        let whole = text.trim();
-        let mut needles = vec![whole];
-        if whole.is_empty() || !plain.contains(whole) {
-            needles = segments(whole).filter(|segment| segment.starts_with(['<', '['])).collect();
-        }
-        for needle in needles {
-            ranges.extend(plain.match_indices(needle).map(|(at, _)| at..at + needle.len()));
+        let pieces: Vec<&str> = segments(text).take(MAX_SEARCHED_PIECES).collect();
+        let cuts: Vec<usize> = pieces
+            .iter()
+            .scan(0, |at, piece| {
+                *at += piece.len();
+                Some(*at)
+            })
+            .collect();
+        let heads = cuts.iter().rev().map(|&cut| &text[..cut]);
+        let tails = std::iter::once(&0).chain(&cuts).map(|&cut| &text[cut..]);
+        let mut candidates: Vec<&str> =
+            tails.chain(heads).map(str::trim).filter(|text| text.contains(['<', '['])).collect();
+        candidates.sort_by_key(|text| std::cmp::Reverse(text.len()));
+        let found = candidates
+            .iter()
+            .find_map(|text| plain[from..within.end].find(text).map(|at| from + at..from + at + text.len()));
+        if let Some(range) = found {
+            from = range.end;
+            ranges.push(range);
         }
         None
     });
@@ -151,7 +175,8 @@ fn segments(text: &str) -> impl Iterator<Item = &str> {
                 _ => rest.find(['<', '[']),
             };
             // A bracket that is never closed is a piece of its own.
-            let (piece, after) = rest.split_at(end.unwrap_or(if rest.starts_with(['<', '[']) { 1 } else { rest.len() }));
+            let (piece, after) =
+                rest.split_at(end.unwrap_or(if rest.starts_with(['<', '[']) { 1 } else { rest.len() }));
             rest = after;
             Some(piece)
         })
@@ -181,16 +206,17 @@ impl Marks {
 
     fn mark_message(self, message: &Message) -> Message {
         let mut marked = message.clone();
-        each_string(&mut marked, &mut |text| Some(self.mark(text)));
+        let own_tags: &[&str] = if message.role == "assistant" { &THINKING } else { &[] };
+        each_string(&mut marked, &mut |text| Some(self.mark(text, own_tags)));
         marked
     }
 
     /// Puts marks inside the white space of each segment, so that trimming works as ever.
-    fn mark(self, text: &str) -> String {
+    fn mark(self, text: &str, bare: &[&str]) -> String {
         let mut out = String::with_capacity(text.len() + 16);
         for segment in segments(text) {
             let core = segment.trim();
-            if core.is_empty() {
+            if core.is_empty() || bare.contains(&core) {
                 out.push_str(segment);
                 continue;
             }
@@ -228,8 +254,7 @@ fn is_private(c: &char) -> bool {
     ('\u{e000}'..='\u{f8ff}').contains(c)
 }
 
-/// Cuts the prompt at ranges sorted by their beginning; ranges that touch or overlap become one, and white space between
-/// two goes with them.
+/// Cuts the prompt at ranges sorted by their beginning; ranges that touch or overlap become one.
 fn cut(plain: &str, ranges: &[Range<usize>]) -> Vec<Part> {
     let mut parts = Vec::new();
     let mut push = |content: bool, text: &str| {

@@ -33,7 +33,7 @@ fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) 
 /// Methods of strings that the compatibility layer lacks.
 fn string_method(text: &str, name: &str, args: &[Value]) -> Option<Result<Value, Error>> {
     let first = args.first().and_then(Value::as_str);
-    let three = |a: &str, b: &str, c: &str| Value::from(vec![a, b, c]);
+    let three = |a: &str, b: &str, c: &str| Value::from_iter([a, b, c].map(Value::from));
     Some(Ok(match (name, first) {
         ("removeprefix", Some(prefix)) => Value::from(text.strip_prefix(prefix).unwrap_or(text)),
         ("removesuffix", Some(suffix)) => Value::from(text.strip_suffix(suffix).unwrap_or(text)),
@@ -52,7 +52,7 @@ fn string_method(text: &str, name: &str, args: &[Value]) -> Option<Result<Value,
                 None => text.rsplit(sep).collect(),
             };
             pieces.reverse();
-            Value::from(pieces)
+            Value::from_iter(pieces.into_iter().map(Value::from))
         }
         _ => return None,
     }))
@@ -87,8 +87,9 @@ fn to_json(
         }
         None => value.serialize(&mut Serializer::with_formatter(&mut out, Spaced)),
     };
-    written
-        .map_err(|error| Error::new(ErrorKind::BadSerialization, "cannot write as JSON").with_source(error))?;
+    written.map_err(|error| {
+        Error::new(ErrorKind::BadSerialization, "cannot write as JSON").with_source(error)
+    })?;
     state.consume_fuel(out.len() as u64 / 64)?;
     Ok(String::from_utf8(out).expect("JSON is written as UTF-8"))
 }

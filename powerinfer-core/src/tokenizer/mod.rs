@@ -32,7 +32,7 @@ mod special;
 mod split;
 mod spm;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod vocab;
 
 pub use error::TokenizerError;

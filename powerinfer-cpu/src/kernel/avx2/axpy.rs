@@ -7,7 +7,7 @@ use powerinfer_sparse_ops::WeightType;
 use powerinfer_sparse_ops::block::{BlockQ4_0, BlockQ8_0};
 
 use super::super::Floats;
-use super::load::{f16_to_f32, load_bf16, load_f16, load_f32, load32, nibbles, store_f32};
+use super::load::{f16_to_f32, first, load_bf16, load_f16, load_f32, load32, nibbles, store_f32};
 use crate::level::Avx2;
 
 pub(in crate::kernel) fn axpy<const N: usize>(
@@ -59,7 +59,7 @@ macro_rules! axpy_floats {
     ($name:ident, $ty:ty, $load:ident, $one:expr) => {
         #[target_feature(enable = "avx2,fma,f16c")]
         fn $name<const N: usize>(a: [f32; N], rows: [&[$ty]; N], acc: &mut [f32]) {
-            let rows = rows.map(|row| &row[..acc.len()]);
+            let rows = first(rows, acc.len());
             let rows8 = rows.map(|row| row.as_chunks::<8>().0);
             let factors = a.map(|a| _mm256_set1_ps(a));
             let n = acc.len();
@@ -90,7 +90,7 @@ macro_rules! axpy_blocks {
         #[target_feature(enable = "avx2,fma,f16c")]
         fn $name<const N: usize>(a: [f32; N], rows: [&[$block]; N], acc: &mut [f32]) {
             let acc = acc.as_chunks_mut::<32>().0;
-            let rows = rows.map(|row| &row[..acc.len()]);
+            let rows = first(rows, acc.len());
             for (i, acc) in acc.iter_mut().enumerate() {
                 let acc8 = acc.as_chunks_mut::<8>().0;
                 let mut sums: [__m256; 4] = std::array::from_fn(|k| load_f32(&acc8[k]));

@@ -13,7 +13,9 @@ use powerinfer_sparse_ops::block::{
 };
 
 use super::super::{Floats, PIECE};
-use super::load::{f16_to_f32, five_bits, load_bf16, load_f16, load_f32, load16, load32, nibbles, sum_f32};
+use super::load::{
+    f16_to_f32, first, five_bits, load_bf16, load_f16, load_f32, load16, load32, nibbles, sum_f32,
+};
 use crate::input::{BlockX8, Input};
 use crate::level::Avx2;
 
@@ -85,7 +87,7 @@ macro_rules! dot_floats {
     ($name:ident, $ty:ty, $load:ident, $one:expr) => {
         #[target_feature(enable = "avx2,fma,f16c")]
         fn $name<const T: usize>(w: &[$ty], x: [&[f32]; T]) -> [f32; T] {
-            let x = x.map(|x| &x[..w.len()]);
+            let x = first(x, w.len());
             let (w16, w_rest) = w.as_chunks::<16>();
             let x16 = x.map(|x| x.as_chunks::<16>().0);
             let mut sums = [[_mm256_setzero_ps(); 2]; T];
@@ -128,7 +130,7 @@ macro_rules! dot_signed {
     ($name:ident, $block:ty, $unpack:ident) => {
         #[target_feature(enable = "avx2,fma,f16c")]
         fn $name<const T: usize>(row: &[$block], x: [&[BlockX8]; T]) -> [f32; T] {
-            let x = x.map(|x| &x[..row.len()]);
+            let x = first(x, row.len());
             let mut sums = [[_mm256_setzero_ps(); 2]; T];
             let (pairs, last) = row.as_chunks::<2>();
             for (i, pair) in pairs.iter().enumerate() {
@@ -190,7 +192,7 @@ macro_rules! dot_offset {
     ($name:ident, $block:ty, $unpack:ident) => {
         #[target_feature(enable = "avx2,fma,f16c")]
         fn $name<const T: usize>(row: &[$block], x: [&[BlockX8]; T]) -> [f32; T] {
-            let x = x.map(|x| &x[..row.len()]);
+            let x = first(x, row.len());
             let mut sums = [_mm256_setzero_ps(); T];
             let mut offsets = [0f32; T];
             for (i, block) in row.iter().enumerate() {
@@ -234,7 +236,7 @@ macro_rules! dot_k_offset {
     ($name:ident, $block:ty, $unpack:ident) => {
         #[target_feature(enable = "avx2,fma,f16c")]
         fn $name<const T: usize>(row: &[$block], x: [&[BlockQ8K]; T]) -> [f32; T] {
-            let x = x.map(|x| &x[..row.len()]);
+            let x = first(x, row.len());
             let mut sums = [_mm256_setzero_ps(); T];
             let mut offset_sums = [_mm256_setzero_ps(); T];
             for (i, block) in row.iter().enumerate() {
@@ -301,7 +303,7 @@ fn unpack_q6_k(b: &BlockQ6K, part: usize) -> __m256i {
 
 #[target_feature(enable = "avx2,fma,f16c")]
 fn dot_q6_k<const T: usize>(row: &[BlockQ6K], x: [&[BlockQ8K]; T]) -> [f32; T] {
-    let x = x.map(|x| &x[..row.len()]);
+    let x = first(x, row.len());
     let mut sums = [_mm256_setzero_ps(); T];
     for (i, block) in row.iter().enumerate() {
         let scales = _mm256_cvtepi8_epi16(load16(&block.scales));
