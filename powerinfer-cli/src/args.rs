@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use powerinfer_core::tokenizer::PreTokenizer;
 
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
@@ -76,8 +77,8 @@ pub(crate) struct ModelArgs {
     #[arg(long, value_enum, value_name = "NAME")]
     pub(crate) activation: Option<ActivationName>,
     /// Pre-tokenizer, overriding what the file says
-    #[arg(long, value_name = "NAME")]
-    pub(crate) pre: Option<String>,
+    #[arg(long, value_name = "NAME", value_parser = pre_tokenizer)]
+    pub(crate) pre: Option<PreTokenizer>,
     /// A neuron is active from this predictor score on, overriding what the file says
     #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = finite)]
     pub(crate) sparse_threshold: Option<f32>,
@@ -242,8 +243,8 @@ pub(crate) struct TokenizeArgs {
     #[arg(long)]
     pub(crate) no_bos: bool,
     /// Pre-tokenizer, overriding what the file says
-    #[arg(long, value_name = "NAME")]
-    pub(crate) pre: Option<String>,
+    #[arg(long, value_name = "NAME", value_parser = pre_tokenizer)]
+    pub(crate) pre: Option<PreTokenizer>,
 }
 
 /// Writes the logits after each of the given tokens to a JSON file.
@@ -326,6 +327,12 @@ fn finite(text: &str) -> Result<f32, String> {
         Ok(value) if value.is_finite() => Ok(value),
         _ => Err("expected a finite number".to_owned()),
     }
+}
+
+fn pre_tokenizer(name: &str) -> Result<PreTokenizer, String> {
+    PreTokenizer::from_name(name).ok_or_else(|| {
+        format!("not known; known: {}", PreTokenizer::names().collect::<Vec<_>>().join(", "))
+    })
 }
 
 /// `ID+B` or `ID-B`; `B` may be `inf` after a minus.

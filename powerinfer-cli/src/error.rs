@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use powerinfer_core::chat::ChatError;
 use powerinfer_core::sampling::SamplingError;
 use powerinfer_core::tokenizer::TokenizerError;
 use powerinfer_core::{GenerateError, LoadError, SessionError};
@@ -74,6 +75,13 @@ pub(crate) enum CliError {
     /// `--chat` with a file that has no template.
     #[error("the file has no chat template; leave out --chat")]
     NoChatTemplate,
+    /// `--chat` with a file whose template cannot be used.
+    #[error("the chat template of the file cannot be used: {reason}")]
+    BrokenChatTemplate {
+        reason: String,
+    },
+    #[error(transparent)]
+    Chat(#[from] ChatError),
     /// A text that is too short to measure.
     #[error(
         "the text has {n_tokens} tokens, a perplexity with chunks of {n_ctx} needs at least {}; \

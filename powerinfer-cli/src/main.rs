@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod bandwidth;
 mod command;
 mod error;
 mod options;
