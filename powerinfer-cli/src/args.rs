@@ -315,6 +315,9 @@ pub(crate) struct BenchArgs {
     /// Which neurons are computed; may be given several times
     #[arg(long, value_enum, value_name = "MODE", value_delimiter = ',')]
     pub(crate) mode: Vec<Mode>,
+    /// Do not measure how fast memory is read, which takes up to 1 GiB for a few seconds
+    #[arg(long)]
+    pub(crate) no_stream: bool,
     /// Print JSON: an object, or with several modes an array of them
     #[arg(long)]
     pub(crate) json: bool,
@@ -330,9 +333,8 @@ fn finite(text: &str) -> Result<f32, String> {
 }
 
 fn pre_tokenizer(name: &str) -> Result<PreTokenizer, String> {
-    PreTokenizer::from_name(name).ok_or_else(|| {
-        format!("not known; known: {}", PreTokenizer::names().collect::<Vec<_>>().join(", "))
-    })
+    PreTokenizer::from_name(name)
+        .ok_or_else(|| format!("not known; known: {}", PreTokenizer::names().collect::<Vec<_>>().join(", ")))
 }
 
 /// `ID+B` or `ID-B`; `B` may be `inf` after a minus.
@@ -369,7 +371,8 @@ mod tests {
         assert_eq!(logit_bias("15-2"), Ok((15, -2.0)));
         assert_eq!(logit_bias("0-1e-3"), Ok((0, -1e-3)));
         assert_eq!(logit_bias("7-inf"), Ok((7, f32::NEG_INFINITY)));
-        for bad in ["", "15", "+1", "-1", "15+", "15+-2", "15--2", "15+x", "15+inf", "15+nan", "1.5+2", "é+1"] {
+        for bad in ["", "15", "+1", "-1", "15+", "15+-2", "15--2", "15+x", "15+inf", "15+nan", "1.5+2", "é+1"]
+        {
             assert!(logit_bias(bad).is_err(), "{bad}");
         }
     }

@@ -16,28 +16,16 @@ pub(crate) enum CliError {
     NoPrompt,
     /// An input file.
     #[error("cannot read `{}`", path.display())]
-    Read {
-        path: PathBuf,
-        source: io::Error,
-    },
+    Read { path: PathBuf, source: io::Error },
     /// An input file that is no text.
     #[error("`{}` is not UTF-8: byte {offset} begins no character", path.display())]
-    NotUtf8 {
-        path: PathBuf,
-        offset: usize,
-    },
+    NotUtf8 { path: PathBuf, offset: usize },
     /// An input file that should be JSON.
     #[error("`{}` is not a JSON array of strings", path.display())]
-    Json {
-        path: PathBuf,
-        source: serde_json::Error,
-    },
+    Json { path: PathBuf, source: serde_json::Error },
     /// A result file.
     #[error("cannot write `{}`", path.display())]
-    Write {
-        path: PathBuf,
-        source: io::Error,
-    },
+    Write { path: PathBuf, source: io::Error },
     /// Standard output.
     #[error("cannot write to standard output")]
     Stdout(#[source] io::Error),
@@ -53,16 +41,10 @@ pub(crate) enum CliError {
     },
     /// A device that this build or this machine lacks.
     #[error("{what} is not available; available: {available}")]
-    Unavailable {
-        what: String,
-        available: String,
-    },
+    Unavailable { what: String, available: String },
     /// A flag that the chosen device has no use for.
     #[error("{flag} has no meaning for device {device}")]
-    FlagWithoutUse {
-        flag: &'static str,
-        device: &'static str,
-    },
+    FlagWithoutUse { flag: &'static str, device: &'static str },
     /// Bad sampling parameters.
     #[error(transparent)]
     Sampling(SamplingError),
@@ -77,9 +59,7 @@ pub(crate) enum CliError {
     NoChatTemplate,
     /// `--chat` with a file whose template cannot be used.
     #[error("the chat template of the file cannot be used: {reason}")]
-    BrokenChatTemplate {
-        reason: String,
-    },
+    BrokenChatTemplate { reason: String },
     #[error(transparent)]
     Chat(#[from] ChatError),
     /// A text that is too short to measure.
@@ -88,10 +68,7 @@ pub(crate) enum CliError {
          give a longer text or a smaller -c",
         2 * n_ctx
     )]
-    TextTooShort {
-        n_tokens: usize,
-        n_ctx: usize,
-    },
+    TextTooShort { n_tokens: usize, n_ctx: usize },
     /// Ctrl-C was pressed.
     #[error("interrupted")]
     Interrupted,

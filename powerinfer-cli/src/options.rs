@@ -164,12 +164,12 @@ fn cpu(args: &DeviceArgs) -> Result<Device, CliError> {
     let available = CpuLevel::available();
     let level = match wanted {
         None => None,
-        Some(name) => {
-            Some(available.iter().copied().find(|l| l.name() == name).ok_or_else(|| CliError::Unavailable {
+        Some(name) => Some(available.iter().copied().find(|l| l.name() == name).ok_or_else(|| {
+            CliError::Unavailable {
                 what: format!("instruction set {name}"),
                 available: available.iter().map(|l| l.name()).collect::<Vec<_>>().join(", "),
-            })?)
-        }
+            }
+        })?),
     };
     // 0 is the library's own choice.
     let threads = args.threads.map_or(0, |n| n as usize);

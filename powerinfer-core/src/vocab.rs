@@ -12,10 +12,7 @@ use crate::tokenizer::{PreTokenizer, Tokenizer, TokenizerOptions, VocabSource};
 /// # Errors
 /// [`LoadError::File`] for a key that is missing or of another type, [`LoadError::Tokenizer`] for a vocabulary
 /// that does not fit together.
-pub fn read_tokenizer(
-    file: &GgufModel,
-    pre_tokenizer: Option<PreTokenizer>,
-) -> Result<Tokenizer, LoadError> {
+pub fn read_tokenizer(file: &GgufModel, pre_tokenizer: Option<PreTokenizer>) -> Result<Tokenizer, LoadError> {
     let options = TokenizerOptions { pre_override: pre_tokenizer, ..TokenizerOptions::default() };
     Ok(Tokenizer::new(&read(file)?, options)?)
 }

@@ -35,7 +35,7 @@ struct Outcome {
     bytes_per_token: f64,
     active_share: f64,
     fired_share: f64,
-    /// What the same number of threads reads from memory; absent if there was no memory to measure it with.
+    /// What the same number of threads reads from memory; null if it was not measured.
     stream_bytes_s: Option<f64>,
     /// Share of that which decoding read.
     stream_share: Option<f64>,
@@ -48,8 +48,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     if !args.json {
         loaded.say_notes();
     }
-    let stream = bandwidth::measure(threads);
-    if stream.is_none() {
+    let stream = if args.no_stream { None } else { bandwidth::measure(threads) };
+    if stream.is_none() && !args.no_stream {
         say("warning: not enough memory to measure its bandwidth");
     }
     let mut outcomes = Vec::new();
@@ -168,8 +168,7 @@ fn print_outcomes(
     if let Some(stream) = stream {
         say(&format!("reading memory: {:.2} GB/s", stream / 1e9));
     }
-    let head =
-        ["mode", "prefill tok/s", "decode tok/s", "bytes/token", "active", "fired", "of memory speed"];
+    let head = ["mode", "prefill tok/s", "decode tok/s", "bytes/token", "active", "fired", "of memory speed"];
     let spread = |f: &Figure| format!("{:.1} ({:.1}..{:.1})", f.median, f.min, f.max);
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     rows.extend(outcomes.iter().map(|o| {

@@ -16,14 +16,16 @@ const DEMO_PROMPT: &str = "Once upon a time, there was a little";
 
 pub(crate) fn run(args: &GenerateArgs) -> Result<(), CliError> {
     let text = prompt_text(args)?;
+    let sampling = options::sampling(&args.sampling);
+    // Ranges first: a wrong number need not wait for a large model.
+    sampling.validate(u32::MAX as usize).map_err(CliError::Sampling)?;
     let loaded = Loaded::new(&args.model, args.mode.map(options::mode))?;
+    let model = &loaded.model;
+    sampling.validate(model.tokenizer().n_vocab()).map_err(CliError::Sampling)?;
+    let prompt = prompt_ids(args, &loaded, &text)?;
     if !args.quiet {
         loaded.say_notes();
     }
-    let model = &loaded.model;
-    let sampling = options::sampling(&args.sampling);
-    sampling.validate(model.tokenizer().n_vocab()).map_err(CliError::Sampling)?;
-    let prompt = prompt_ids(args, &loaded, &text)?;
     let mut session = model
         .session(&SessionOptions { n_ctx: args.ctx_size.map(|n| n as usize), ..SessionOptions::default() })?;
     let cancel = cancel_on_ctrl_c()?;

@@ -85,11 +85,8 @@ fn report(name: &str, file: &GgufModel, with_tensors: bool) -> Report {
     let mut totals: BTreeMap<&str, TypeTotal> = BTreeMap::new();
     for tensor in file.tensors() {
         let ty = tensor.ty().name();
-        let total = totals.entry(ty).or_insert_with(|| TypeTotal {
-            ty: ty.to_owned(),
-            n_tensors: 0,
-            n_bytes: 0,
-        });
+        let total =
+            totals.entry(ty).or_insert_with(|| TypeTotal { ty: ty.to_owned(), n_tensors: 0, n_bytes: 0 });
         total.n_tensors += 1;
         total.n_bytes += tensor.n_bytes() as u64;
     }
@@ -232,10 +229,7 @@ fn verdict_text(verdict: &Verdict) -> String {
     out
 }
 
-fn with_head<const N: usize>(
-    head: [&str; N],
-    rows: impl Iterator<Item = Vec<String>>,
-) -> Vec<Vec<String>> {
+fn with_head<const N: usize>(head: [&str; N], rows: impl Iterator<Item = Vec<String>>) -> Vec<Vec<String>> {
     std::iter::once(head.map(str::to_owned).to_vec()).chain(rows).collect()
 }
 
