@@ -5,7 +5,8 @@ Both read the same prompt length in one batch and then decode greedily after it,
 drifts, so the two run one after the other, in alternating order, and the ratio is taken within each pair; the medians
 of figures and of ratios are printed, with the smallest and largest ratio beside them. One pair is run first and thrown
 away. Each run is a process of its own, whose peak resident memory is read from the operating system (mapped file pages
-count, for both). Nothing is checked here: check_smollm2.py says whether the answers are right.
+count, for both). Use an idle machine: with other work on its cores, llama.cpp's spinning threads wait for each other and
+its figures for two and more threads collapse. Nothing is checked here: check_smollm2.py says whether the answers are right.
 
 Usage:
     python tools/compare_llama_cpp.py --cli target/release/powerinfer -m FILE.gguf
