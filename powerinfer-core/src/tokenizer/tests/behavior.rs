@@ -29,6 +29,15 @@ fn spm_merges_the_best_scored_pair_first() {
 }
 
 #[test]
+fn spm_tokens_may_cross_words() {
+    let mut source = spm_source();
+    source.tokens.push("h\u{2581}".into());
+    source.scores.as_mut().expect("scores").push(-0.5);
+    source.token_types.as_mut().expect("types").push(1);
+    check(&tokenizer(&source), PLAIN, "h i", &["\u{2581}", "h\u{2581}", "i"]);
+}
+
+#[test]
 fn spm_falls_back_to_bytes() {
     let t = tokenizer(&spm_source());
     check(&t, PLAIN, "\u{e9}", &["\u{2581}", "<0xC3>", "<0xA9>"]);
