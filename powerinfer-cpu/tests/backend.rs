@@ -95,7 +95,7 @@ fn a_relaid_down_projection_reads_what_fires_and_never_rounds_the_hidden_vector(
     }
     assert_eq!(sums[0], sums[1]);
 
-    // A split of the neurons changes nothing but the order of sums, as it would if values were rounded in blocks.
+    // Values rounded in blocks would depend on who holds the other neurons of the block.
     let mut parts = vec![0.0; n_embd];
     let some = NeuronSet::from_ids(n_ff, (0..n_ff as u32).filter(|j| j % 3 == 0).map(NeuronId));
     for owned in [some.complement(), some] {

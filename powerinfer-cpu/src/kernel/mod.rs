@@ -145,9 +145,5 @@ impl<'a> Floats<'a> {
     }
 }
 
-/// Weights of a type without a kernel of its own are decoded in pieces of this length, which is a whole number of
-/// blocks of every type, and multiplied as f32.
-const PIECE: usize = 256;
-
 #[cfg(test)]
 mod tests;
