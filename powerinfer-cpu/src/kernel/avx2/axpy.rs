@@ -7,7 +7,7 @@ use powerinfer_sparse_ops::WeightType;
 use powerinfer_sparse_ops::block::{BlockQ4_0, BlockQ8_0};
 
 use super::super::Floats;
-use super::load::{f16_to_f32, load_bf16, load_f16, load_f32, load32, nibbles, store_f32};
+use super::load::{f16_to_f32, first, load_bf16, load_f16, load_f32, load32, nibbles, store_f32};
 use crate::level::Avx2;
 
 pub(in crate::kernel) fn axpy<const N: usize>(
@@ -30,6 +30,55 @@ pub(in crate::kernel) fn axpy_floats<const N: usize>(
 ) {
     // SAFETY: LEVEL-DETECTED.
     unsafe { axpy_floats_inner(a, rows, acc) }
+}
+
+/// Rows of integers with a scale for each column.
+pub(in crate::kernel) fn axpy_scaled(
+    _: Avx2,
+    terms: &[(usize, f32)],
+    scales: &[u16],
+    values: &[i8],
+    acc: &mut [f32],
+) {
+    // SAFETY: LEVEL-DETECTED.
+    unsafe { axpy_scaled_inner(terms, scales, values, acc) }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn axpy_scaled_inner(terms: &[(usize, f32)], scales: &[u16], values: &[i8], acc: &mut [f32]) {
+    let n = acc.len();
+    let (acc32, acc_rest) = acc.as_chunks_mut::<32>();
+    let tail = n - acc_rest.len();
+    for (i, (acc, scales)) in acc32.iter_mut().zip(scales.as_chunks::<32>().0).enumerate() {
+        let mut sums = [_mm256_setzero_ps(); 4];
+        for &(row, a) in terms {
+            let Some(q) = values[row * n + i * 32..].first_chunk::<32>() else { continue };
+            add_scaled(&mut sums, _mm256_set1_ps(a), load32(q));
+        }
+        let (acc8, scales8) = (acc.as_chunks_mut::<8>().0, scales.as_chunks::<8>().0);
+        for k in 0..4 {
+            let sum = _mm256_fmadd_ps(load_f16(&scales8[k]), sums[k], load_f32(&acc8[k]));
+            store_f32(sum, &mut acc8[k]);
+        }
+    }
+    for (i, (acc, &scale)) in acc_rest.iter_mut().zip(&scales[tail..]).enumerate() {
+        let sum =
+            terms.iter().fold(0f32, |sum, &(row, a)| a.mul_add(f32::from(values[row * n + tail + i]), sum));
+        *acc = f16_to_f32(half::f16::from_bits(scale)).mul_add(sum, *acc);
+    }
+}
+
+/// `sums += factor · q` for 32 integers.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn add_scaled(sums: &mut [__m256; 4], factor: __m256, q: __m256i) {
+    let halves = [_mm256_castsi256_si128(q), _mm256_extracti128_si256::<1>(q)];
+    for k in 0..4 {
+        let half = halves[k / 2];
+        let part = if k % 2 == 0 { half } else { _mm_srli_si128::<8>(half) };
+        let w = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(part));
+        sums[k] = _mm256_fmadd_ps(factor, w, sums[k]);
+    }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -59,7 +108,7 @@ macro_rules! axpy_floats {
     ($name:ident, $ty:ty, $load:ident, $one:expr) => {
         #[target_feature(enable = "avx2,fma,f16c")]
         fn $name<const N: usize>(a: [f32; N], rows: [&[$ty]; N], acc: &mut [f32]) {
-            let rows = rows.map(|row| &row[..acc.len()]);
+            let rows = first(rows, acc.len());
             let rows8 = rows.map(|row| row.as_chunks::<8>().0);
             let factors = a.map(|a| _mm256_set1_ps(a));
             let n = acc.len();
@@ -90,7 +139,7 @@ macro_rules! axpy_blocks {
         #[target_feature(enable = "avx2,fma,f16c")]
         fn $name<const N: usize>(a: [f32; N], rows: [&[$block]; N], acc: &mut [f32]) {
             let acc = acc.as_chunks_mut::<32>().0;
-            let rows = rows.map(|row| &row[..acc.len()]);
+            let rows = first(rows, acc.len());
             for (i, acc) in acc.iter_mut().enumerate() {
                 let acc8 = acc.as_chunks_mut::<8>().0;
                 let mut sums: [__m256; 4] = std::array::from_fn(|k| load_f32(&acc8[k]));
@@ -98,13 +147,7 @@ macro_rules! axpy_blocks {
                     let block = &rows[j][i];
                     let factor = _mm256_set1_ps(a[j] * f16_to_f32(block.d));
                     let q = $unpack(block);
-                    let halves = [_mm256_castsi256_si128(q), _mm256_extracti128_si256::<1>(q)];
-                    for k in 0..4 {
-                        let half = halves[k / 2];
-                        let part = if k % 2 == 0 { half } else { _mm_srli_si128::<8>(half) };
-                        let w = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(part));
-                        sums[k] = _mm256_fmadd_ps(factor, w, sums[k]);
-                    }
+                    add_scaled(&mut sums, factor, q);
                 }
                 for k in 0..4 {
                     store_f32(sums[k], &mut acc8[k]);

@@ -4,6 +4,16 @@ use std::arch::x86_64::*;
 
 use half::f16;
 
+/// The first `n` elements of each slice. A loop and no closure, so that it is inlined and the compiler sees the
+/// lengths: that saves a check for each block of each vector.
+#[inline(always)]
+pub(super) fn first<T, const N: usize>(mut x: [&[T]; N], n: usize) -> [&[T]; N] {
+    for x in &mut x {
+        *x = &x[..n];
+    }
+    x
+}
+
 /// 32 bytes.
 #[target_feature(enable = "avx2")]
 #[inline]
