@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use clap::Parser;
 use powerinfer::sampling::SamplingParams;
 use powerinfer::tokenizer::Encode;
-use powerinfer::{ActiveMode, GenerateOptions, LoadOptions, Model, SessionOptions};
+use powerinfer::{ActiveMode, CpuOptions, Device, GenerateOptions, LoadOptions, Model, SessionOptions};
 
 #[derive(Parser)]
 struct Args {
@@ -42,9 +42,8 @@ fn mode(name: &str) -> Result<ActiveMode, String> {
 fn main() -> Result<(), Box<dyn Error>> {
     let args = Args::parse();
     let mut load = LoadOptions { mode: args.mode, ..LoadOptions::default() };
-    #[cfg(feature = "cpu")]
     if let Some(threads) = args.threads {
-        load.device = powerinfer::Device::Cpu(powerinfer::CpuOptions { threads, ..Default::default() });
+        load.device = Device::Cpu(CpuOptions { threads, ..CpuOptions::default() });
     }
     let model = match &args.model {
         Some(path) => Model::open(path, &load)?,

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use powerinfer_core::tokenizer::PreTokenizer;
+use powerinfer_sparse_ops::WeightType;
 
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
@@ -32,6 +33,7 @@ pub(crate) enum Command {
     Logits(LogitsArgs),
     Perplexity(PerplexityArgs),
     Bench(BenchArgs),
+    Convert(ConvertArgs),
 }
 
 /// Which neurons of the FFN are computed.
@@ -92,9 +94,9 @@ pub(crate) struct ModelArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Device")]
 pub(crate) struct DeviceArgs {
-    /// What computes; the CPU if this program was built with it
-    #[arg(long, value_enum, value_name = "NAME")]
-    pub(crate) device: Option<DeviceName>,
+    /// What computes
+    #[arg(long, value_enum, value_name = "NAME", default_value_t = DeviceName::Cpu)]
+    pub(crate) device: DeviceName,
     /// Threads that compute; one for each physical core unless given
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) threads: Option<u32>,
@@ -323,6 +325,51 @@ pub(crate) struct BenchArgs {
     pub(crate) json: bool,
     #[command(flatten)]
     pub(crate) model: ModelArgs,
+}
+
+/// Joins a dense ReLU model and its predictors to one file that reads less.
+///
+/// The output is a PWRI file: down projections lie row by row, so that skipping a neuron skips its bytes, and each
+/// layer has its predictor. Quantized down projections must be rounded again, which costs some accuracy; how much is
+/// printed. --down-from makes them from unquantized weights instead.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Example:
+  powerinfer convert --model dense.gguf --predictor predictor/ --out sparse.gguf")]
+pub(crate) struct ConvertArgs {
+    /// Dense GGUF file; the first one of a set
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) model: PathBuf,
+    /// Folder with the predictors, or their model.safetensors
+    #[arg(long, value_name = "DIR")]
+    pub(crate) predictor: PathBuf,
+    /// File to write
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) out: PathBuf,
+    /// Type of every matrix; as they are unless given
+    #[arg(long = "type", value_name = "TYPE", value_parser = weight_type)]
+    pub(crate) matrix_type: Option<WeightType>,
+    /// Type of the down projections; as the other matrices unless given
+    #[arg(long, value_name = "TYPE", value_parser = weight_type)]
+    pub(crate) down_type: Option<WeightType>,
+    /// Type of the predictors; as the other matrices if --type is given, F16 otherwise
+    #[arg(long, value_name = "TYPE", value_parser = weight_type)]
+    pub(crate) predictor_type: Option<WeightType>,
+    /// Safetensors file with the unquantized down projections
+    #[arg(long, value_name = "FILE")]
+    pub(crate) down_from: Option<PathBuf>,
+    /// FFN activation, overriding what the file says
+    #[arg(long, value_enum, value_name = "NAME")]
+    pub(crate) activation: Option<ActivationName>,
+    /// A neuron is active from this predictor score on, overriding what the predictors come with
+    #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = finite)]
+    pub(crate) sparse_threshold: Option<f32>,
+}
+
+fn weight_type(name: &str) -> Result<WeightType, String> {
+    WeightType::ALL.into_iter().find(|ty| ty.name().eq_ignore_ascii_case(name)).ok_or_else(|| {
+        format!("not a weight type; known: {}", WeightType::ALL.map(WeightType::name).join(", "))
+    })
 }
 
 fn finite(text: &str) -> Result<f32, String> {

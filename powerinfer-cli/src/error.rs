@@ -8,6 +8,8 @@ use powerinfer_core::sampling::SamplingError;
 use powerinfer_core::tokenizer::TokenizerError;
 use powerinfer_core::{GenerateError, LoadError, SessionError};
 
+use crate::convert::ConvertError;
+
 /// Why a command failed. The chain of sources is printed once, in `main`.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CliError {
@@ -39,7 +41,7 @@ pub(crate) enum CliError {
         #[source]
         source: Box<LoadError>,
     },
-    /// A device that this build or this machine lacks.
+    /// What this machine lacks.
     #[error("{what} is not available; available: {available}")]
     Unavailable { what: String, available: String },
     /// A flag that the chosen device has no use for.
@@ -69,6 +71,9 @@ pub(crate) enum CliError {
         2 * n_ctx
     )]
     TextTooShort { n_tokens: usize, n_ctx: usize },
+    /// `convert`.
+    #[error(transparent)]
+    Convert(#[from] ConvertError),
     /// Ctrl-C was pressed.
     #[error("interrupted")]
     Interrupted,

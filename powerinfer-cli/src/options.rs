@@ -5,10 +5,13 @@ use std::path::{Path, PathBuf};
 
 use powerinfer_core::sampling::{Mirostat, SamplingParams};
 use powerinfer_core::tokenizer::{Encode, Tokenizer, TokenizerError};
-use powerinfer_core::{Activation, ActiveMode, Device, LoadOptions, Model, NoteLevel, Rounding, TokenId};
+use powerinfer_core::{
+    Activation, ActiveMode, CpuLevel, CpuOptions, Device, LoadOptions, Model, NoteLevel, Rounding, TokenId,
+    default_threads,
+};
 use powerinfer_gguf::{GgufFile, GgufModel};
 
-use crate::args::{ActivationName, DeviceArgs, DeviceName, Mode, ModelArgs, SamplingArgs};
+use crate::args::{ActivationName, DeviceArgs, DeviceName, LevelName, Mode, ModelArgs, SamplingArgs};
 use crate::error::CliError;
 use crate::output::say;
 
@@ -107,7 +110,7 @@ pub(crate) fn load_options(args: &ModelArgs, mode: Option<ActiveMode>) -> Result
     })
 }
 
-fn activation(name: ActivationName) -> Activation {
+pub(crate) fn activation(name: ActivationName) -> Activation {
     match name {
         ActivationName::Relu => Activation::Relu,
         ActivationName::Silu => Activation::Silu,
@@ -138,8 +141,7 @@ pub(crate) fn modes(asked: &[Mode], model: &Model) -> Vec<ActiveMode> {
 }
 
 fn device(args: &DeviceArgs) -> Result<Device, CliError> {
-    let default = if cfg!(feature = "cpu") { DeviceName::Cpu } else { DeviceName::Reference };
-    match args.device.unwrap_or(default) {
+    match args.device {
         DeviceName::Reference => {
             let flags = [("--threads", args.threads.is_some()), ("--cpu-level", args.cpu_level.is_some())];
             match flags.into_iter().find(|(_, given)| *given) {
@@ -151,12 +153,7 @@ fn device(args: &DeviceArgs) -> Result<Device, CliError> {
     }
 }
 
-#[cfg(feature = "cpu")]
 fn cpu(args: &DeviceArgs) -> Result<Device, CliError> {
-    use powerinfer_core::{CpuLevel, CpuOptions};
-
-    use crate::args::LevelName;
-
     let wanted = args.cpu_level.map(|level| match level {
         LevelName::Scalar => "scalar",
         LevelName::Avx2 => "avx2",
@@ -176,20 +173,12 @@ fn cpu(args: &DeviceArgs) -> Result<Device, CliError> {
     Ok(Device::Cpu(CpuOptions { threads, level, ..CpuOptions::default() }))
 }
 
-#[cfg(not(feature = "cpu"))]
-fn cpu(_: &DeviceArgs) -> Result<Device, CliError> {
-    Err(CliError::Unavailable { what: "device cpu".to_owned(), available: "reference".to_owned() })
-}
-
 /// Threads that compute with these flags.
 pub(crate) fn threads(args: &DeviceArgs) -> usize {
     match (args.device, args.threads) {
-        (Some(DeviceName::Reference), _) => 1,
-        (_, Some(n)) => n as usize,
-        #[cfg(feature = "cpu")]
-        (_, None) => powerinfer_core::default_threads(),
-        #[cfg(not(feature = "cpu"))]
-        (_, None) => 1,
+        (DeviceName::Reference, _) => 1,
+        (DeviceName::Cpu, Some(n)) => n as usize,
+        (DeviceName::Cpu, None) => default_threads(),
     }
 }
 

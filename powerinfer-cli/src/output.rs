@@ -1,8 +1,9 @@
 //! Where text goes: results to standard output, everything else to standard error, files whole or not at all.
 
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, IsTerminal as _, Write};
 use std::path::Path;
 
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
 use crate::error::CliError;
@@ -50,6 +51,15 @@ pub(crate) fn write_file(
     let file = writer.into_inner().map_err(|error| failed(error.into_error()))?;
     file.persist(path).map_err(|error| failed(error.error))?;
     Ok(())
+}
+
+/// A progress bar on standard error, invisible where that is no terminal.
+pub(crate) fn progress_bar(len: u64, template: &str) -> ProgressBar {
+    if !io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let style = ProgressStyle::with_template(template).expect("templates are constants and well-formed");
+    ProgressBar::with_draw_target(Some(len), ProgressDrawTarget::stderr()).with_style(style)
 }
 
 /// A number of bytes for people.

@@ -32,11 +32,13 @@ pub struct CpuOptions {
     pub kv_type: KvType,
 }
 
-/// Computes on the CPU, on weights where they lie: matrices are held, not copied.
+/// Computes on the CPU, on weights where they lie: matrices are held, not copied. One exception: a Q8_0 down projection of
+/// a ReLU model that lies by output is copied into an equally large by-neuron layout with the same weights, so that silent
+/// neurons can be skipped.
 ///
-/// Dot products with F32, F16 and BF16 weights take the f32 vector as it is; with Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and
-/// IQ4_NL weights it is rounded to 8 bits in blocks of 32, with Q4_K, Q5_K and Q6_K weights in blocks of 256. Other types are
-/// decoded. Hidden values that meet a down projection by neuron are never rounded.
+/// Dot products with F32, F16 and BF16 weights take the f32 vector as it is. For the others it is rounded to 8 bits, in
+/// blocks of 256 for the K types and of 32 for the rest, by the rules of
+/// [`block`](powerinfer_sparse_ops::block). Hidden values that meet a down projection by neuron are never rounded.
 ///
 /// The bits of a result depend on the [`CpuLevel`], the weights and the inputs of that row; neither on the number of
 /// threads nor on the other rows of a step.
@@ -257,7 +259,8 @@ impl HybridBackend for CpuBackend {
             DownWeights::ByNeuron(m) => Self::check_type(m, "FFN down by neuron", &AXPY_TYPES)?,
             DownWeights::ByOutput(m) => Self::check_type(m, "FFN down by output", &WeightType::ALL)?,
         }
-        self.layers[layer.index()].ffn = Some(LayerFfn { weights, owned: owned.clone() });
+        let ffn = LayerFfn::new(&mut self.cpu.pool, &self.spec, weights, owned.clone());
+        self.layers[layer.index()].ffn = Some(ffn);
         self.make_room(0);
         Ok(())
     }

@@ -4,6 +4,8 @@
 //! neurons in ascending order into a sum of its own, and the sums of the chunks are added in order, so the bits
 //! depend on the neurons alone. A neuron whose hidden value is zero adds zero, so leaving it out changes nothing.
 //!
+//! A Q8_0 down projection of a ReLU model that lies by output is turned once, at load ([`RelaidDown`]).
+//!
 //! **Down by output.** The hidden vector of all neurons is completed first and goes through an ordinary product.
 //!
 //! A batch goes through in tiles of 16 rows, each row as if it were alone.
@@ -13,17 +15,16 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use powerinfer_sparse_ops::{
     ActiveMode, DownWeights, FfnInput, FfnWeights, Gating, ModelSpec, NeuronSet, StepCost, WeightMatrix,
+    WeightType,
 };
 
 use crate::input::{Forms, Input, InputBuffers};
-use crate::kernel::{AXPY_ROWS, axpy, dot_rows};
+use crate::kernel::{AXPY_ROWS, axpy, axpy_scaled, dot_rows};
 use crate::level::CpuLevel;
 use crate::matmul::{Cpu, matmul};
 use crate::ops::add;
 use crate::pool::Pool;
-
-/// Neurons of a block: half a word of the active sets.
-const BLOCK: usize = 32;
+use crate::relaid::{BLOCK, RelaidDown};
 
 /// Chunks that neurons are dealt out to. Enough that 12 or 24 threads get nearly equal shares, few enough that
 /// adding up the sums is small beside the weights (32 · 16 KiB for 4096 wide models).
@@ -42,13 +43,39 @@ const DOWN: u8 = 4;
 /// The neurons of one layer that are held.
 #[derive(Debug)]
 pub(crate) struct LayerFfn {
-    pub(crate) weights: FfnWeights,
-    pub(crate) owned: NeuronSet,
+    gate: Option<WeightMatrix>,
+    up: WeightMatrix,
+    up_bias: Option<Vec<f32>>,
+    down: Down,
+    owned: NeuronSet,
+}
+
+#[derive(Debug)]
+enum Down {
+    ByNeuron(WeightMatrix),
+    Relaid(RelaidDown),
+    ByOutput(WeightMatrix),
 }
 
 impl LayerFfn {
+    pub(crate) fn new(pool: &mut Pool, spec: &ModelSpec, weights: FfnWeights, owned: NeuronSet) -> Self {
+        let FfnWeights { gate, up, up_bias, down } = weights;
+        let down = match down {
+            DownWeights::ByNeuron(w) => Down::ByNeuron(w),
+            DownWeights::ByOutput(w) if w.ty() == WeightType::Q8_0 && spec.activation.has_exact_zeros() => {
+                Down::Relaid(RelaidDown::new(pool, &w))
+            }
+            DownWeights::ByOutput(w) => Down::ByOutput(w),
+        };
+        Self { gate, up, up_bias, down, owned }
+    }
+
     pub(crate) fn is_by_output(&self) -> bool {
-        matches!(self.weights.down, DownWeights::ByOutput(_))
+        matches!(self.down, Down::ByOutput(_))
+    }
+
+    fn n_ff(&self) -> usize {
+        self.up.n_rows()
     }
 }
 
@@ -126,11 +153,13 @@ pub(crate) fn ffn(
         return StepCost::default();
     }
     let FfnScratch { sums, hidden, read } = scratch;
-    let w = &layer.weights;
-    let n_ff = w.n_ff();
+    let n_ff = layer.n_ff();
     read[..n_ff].iter_mut().for_each(|r| *r.get_mut() = 0);
-    let forms =
-        w.gate.as_ref().map_or(Forms::default(), |gate| Forms::of(gate.ty())).and(Forms::of(w.up.ty()));
+    let forms = layer
+        .gate
+        .as_ref()
+        .map_or(Forms::default(), |gate| Forms::of(gate.ty()))
+        .and(Forms::of(layer.up.ty()));
     let counts = Counts::default();
     let step = LayerStep {
         spec,
@@ -142,29 +171,33 @@ pub(crate) fn ffn(
         read: &read[..n_ff],
         counts: &counts,
     };
-    let mut whole_bytes = 0;
-    match &w.down {
-        DownWeights::ByNeuron(down) => {
-            for start in (0..n_rows).step_by(TILE_ROWS) {
-                let rows = start..n_rows.min(start + TILE_ROWS);
-                let out = &mut out[start * spec.n_embd..rows.end * spec.n_embd];
-                step.tile_by_neuron(&mut cpu.pool, down, rows, sums, out);
-            }
-        }
-        DownWeights::ByOutput(down) => {
-            let hidden = &mut hidden[..n_rows * n_ff];
-            step.hidden(&mut cpu.pool, hidden);
-            let hidden = buffers.prepare(&mut cpu.pool, hidden, n_ff, Forms::of(down.ty()));
-            matmul(cpu, down, &hidden, None, out);
-            whole_bytes = down.n_bytes();
-            count(&counts.down, n_rows * layer.owned.len());
+    if let Down::ByOutput(down) = &layer.down {
+        let hidden = &mut hidden[..n_rows * n_ff];
+        step.hidden(&mut cpu.pool, hidden);
+        let hidden = buffers.prepare(&mut cpu.pool, hidden, n_ff, Forms::of(down.ty()));
+        matmul(cpu, down, &hidden, None, out);
+        count(&counts.down, n_rows * layer.owned.len());
+    } else {
+        for start in (0..n_rows).step_by(TILE_ROWS) {
+            let rows = start..n_rows.min(start + TILE_ROWS);
+            let out = &mut out[start * spec.n_embd..rows.end * spec.n_embd];
+            step.tile_by_neuron(&mut cpu.pool, rows, sums, out);
         }
     }
-    let rows_read = |row: u8| read[..n_ff].iter().filter(|r| r.load(Ordering::Relaxed) & row != 0).count();
-    let weight_bytes = rows_read(GATE) * w.gate.as_ref().map_or(0, WeightMatrix::row_bytes)
-        + rows_read(UP) * w.up.row_bytes()
-        + rows_read(DOWN) * w.down.matrix().row_bytes()
-        + whole_bytes;
+    let was_read = |read: &AtomicU8, row: u8| read.load(Ordering::Relaxed) & row != 0;
+    let rows_read = |row: u8| read[..n_ff].iter().filter(|r| was_read(r, row)).count();
+    let down_bytes = match &layer.down {
+        Down::ByNeuron(down) => rows_read(DOWN) * down.row_bytes(),
+        Down::Relaid(down) => {
+            let blocks = read[..n_ff].chunks(BLOCK);
+            let n_blocks = blocks.filter(|b| b.iter().any(|r| was_read(r, DOWN))).count();
+            rows_read(DOWN) * down.value_bytes() + n_blocks * down.scale_bytes()
+        }
+        Down::ByOutput(down) => down.n_bytes(),
+    };
+    let weight_bytes = rows_read(GATE) * layer.gate.as_ref().map_or(0, WeightMatrix::row_bytes)
+        + rows_read(UP) * layer.up.row_bytes()
+        + down_bytes;
     StepCost {
         weight_bytes: weight_bytes as u64,
         gate_rows: counts.gate.into_inner(),
@@ -180,7 +213,7 @@ pub(crate) fn ffn(
 impl LayerStep<'_> {
     /// Completes the hidden vectors, zero where a neuron is not owned, not active or silent.
     fn hidden(&self, pool: &mut Pool, hidden: &mut [f32]) {
-        let n_ff = self.layer.weights.n_ff();
+        let n_ff = self.layer.n_ff();
         pool.run_columns(hidden, n_ff, BLOCK, |block, columns| {
             let n_rows = columns.n_rows();
             for start in (0..n_rows).step_by(TILE_ROWS) {
@@ -195,15 +228,8 @@ impl LayerStep<'_> {
     }
 
     /// A tile of rows with down by neuron.
-    fn tile_by_neuron(
-        &self,
-        pool: &mut Pool,
-        down: &WeightMatrix,
-        rows: Range<usize>,
-        sums: &mut [f32],
-        out: &mut [f32],
-    ) {
-        let n_blocks = down.n_rows().div_ceil(BLOCK);
+    fn tile_by_neuron(&self, pool: &mut Pool, rows: Range<usize>, sums: &mut [f32], out: &mut [f32]) {
+        let n_blocks = self.layer.n_ff().div_ceil(BLOCK);
         let n_chunks = CHUNKS.min(n_blocks);
         let sums = &mut sums[..n_chunks * out.len()];
         pool.run_pieces(sums, out.len(), |chunk, sum| {
@@ -214,7 +240,7 @@ impl LayerStep<'_> {
                     continue;
                 }
                 let hidden = self.block(block, rows.clone(), &wanted);
-                self.add_down(block, down, &wanted, &hidden, sum);
+                self.add_down(block, &wanted, &hidden, sum);
             }
         });
         let (sums, n) = (&*sums, out.len());
@@ -240,7 +266,7 @@ impl LayerStep<'_> {
 
     /// Hidden values of the wanted neurons of a block; 0 for the others.
     fn block(&self, block: usize, rows: Range<usize>, wanted: &[u32; TILE_ROWS]) -> Hidden {
-        let w = &self.layer.weights;
+        let w = self.layer;
         let mut hidden = [[0.0; BLOCK]; TILE_ROWS];
         let (mut n_active, mut n_gate, mut n_up, mut n_fired) = (0, 0, 0, 0);
         for bit in bits(wanted.iter().fold(0, |all, w| all | w)) {
@@ -280,35 +306,43 @@ impl LayerStep<'_> {
     }
 
     /// `sum += hidden · down rows` for a block of neurons, each row of the tile in ascending order of neurons.
-    fn add_down(
-        &self,
-        block: usize,
-        down: &WeightMatrix,
-        wanted: &[u32; TILE_ROWS],
-        hidden: &Hidden,
-        sum: &mut [f32],
-    ) {
+    fn add_down(&self, block: usize, wanted: &[u32; TILE_ROWS], hidden: &Hidden, sum: &mut [f32]) {
         let dense = self.input.mode == ActiveMode::Dense;
         let mut n_down = 0;
         for (row, sum) in sum.chunks_exact_mut(self.spec.n_embd).enumerate() {
-            let mut neurons = [0; BLOCK];
+            let mut terms = [(0, 0.0); BLOCK];
             let mut n = 0;
             for bit in bits(wanted[row]).filter(|&bit| dense || hidden[row][bit] != 0.0) {
-                neurons[n] = bit;
+                terms[n] = (bit, hidden[row][bit]);
                 n += 1;
                 self.mark(block * BLOCK + bit, DOWN);
             }
             n_down += n;
-            let row_of = |bit: usize| down.row(block * BLOCK + bit);
-            let (groups, rest) = neurons[..n].as_chunks::<AXPY_ROWS>();
-            for group in groups {
-                axpy(self.level, down.ty(), group.map(|bit| hidden[row][bit]), group.map(row_of), sum);
-            }
-            for &bit in rest {
-                axpy(self.level, down.ty(), [hidden[row][bit]], [row_of(bit)], sum);
-            }
+            self.add_terms(block, &terms[..n], sum);
         }
         count(&self.counts.down, n_down);
+    }
+
+    /// `sum += Σ value · down row` over neurons of a block, given by their place in it.
+    fn add_terms(&self, block: usize, terms: &[(usize, f32)], sum: &mut [f32]) {
+        match &self.layer.down {
+            Down::ByNeuron(down) => {
+                let row = |(bit, _)| down.row(block * BLOCK + bit);
+                let (groups, rest) = terms.as_chunks::<AXPY_ROWS>();
+                for group in groups {
+                    axpy(self.level, down.ty(), group.map(|(_, a)| a), group.map(row), sum);
+                }
+                for &term in rest {
+                    axpy(self.level, down.ty(), [term.1], [row(term)], sum);
+                }
+            }
+            Down::Relaid(down) if !terms.is_empty() => {
+                let (scales, values) = down.block(block);
+                axpy_scaled(self.level, terms, scales, values, sum);
+            }
+            Down::Relaid(_) => {}
+            Down::ByOutput(_) => unreachable!("products by output take the whole hidden vector"),
+        }
     }
 
     fn mark(&self, neuron: usize, row: u8) {

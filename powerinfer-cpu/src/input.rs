@@ -88,8 +88,11 @@ impl Forms {
             | WeightType::Q4_1
             | WeightType::Q5_0
             | WeightType::Q5_1
-            | WeightType::IQ4_NL => Self { x8: true, x8k: false },
-            WeightType::Q4_K | WeightType::Q5_K | WeightType::Q6_K => Self { x8: false, x8k: true },
+            | WeightType::IQ4_NL
+            | WeightType::MXFP4 => Self { x8: true, x8k: false },
+            WeightType::Q2_K | WeightType::Q3_K | WeightType::Q4_K | WeightType::Q5_K | WeightType::Q6_K => {
+                Self { x8: false, x8k: true }
+            }
             _ => Self::default(),
         }
     }

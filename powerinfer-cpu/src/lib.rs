@@ -28,6 +28,7 @@ mod level;
 mod matmul;
 mod ops;
 mod pool;
+mod relaid;
 
 pub use attention::KvType;
 pub use backend::{CpuBackend, CpuOptions};

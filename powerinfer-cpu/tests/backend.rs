@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use powerinfer_cpu::{CpuBackend, CpuLevel, CpuOptions, KvType};
 use powerinfer_sparse_ops::{
-    ActiveMode, BackendError, DownWeights, HybridBackend, LayerId, NeuronSet, SeqId, WeightBytes,
-    WeightMatrix, WeightType,
+    ActiveMode, BackendError, DownWeights, FfnInput, HybridBackend, LayerId, NeuronId, NeuronSet, SeqId,
+    WeightBytes, WeightMatrix, WeightType,
 };
 use powerinfer_testing::drive::Drive;
-use powerinfer_testing::tiny::{TinyModel, TinyOptions};
+use powerinfer_testing::tiny::{Random, TinyModel, TinyOptions};
+use powerinfer_testing::tolerance::{NMSE_F32, assert_close};
 
 const TOKENS: [u32; 10] = [1, 17, 40, 3, 95, 60, 2, 33, 8, 9];
 
@@ -57,4 +58,51 @@ fn a_backend_says_what_it_is() {
     assert_eq!((info.name.as_str(), info.description.as_str()), ("cpu", "scalar, 3 threads, F32 cache"));
     let default = CpuBackend::new(Arc::clone(&model.spec), CpuOptions::default()).unwrap();
     assert_eq!(default.level(), CpuLevel::detect());
+}
+
+#[test]
+fn a_relaid_down_projection_reads_what_fires_and_never_rounds_the_hidden_vector() {
+    let options = TinyOptions { ffn_type: WeightType::Q8_0, down_by_neuron: false, ..TinyOptions::default() };
+    let model = TinyModel::new(options);
+    let ffn = &model.ffn[0];
+    let (n_embd, n_ff) = (model.spec.n_embd, ffn.n_ff());
+    let mut cpu = backend(&model, 2, CpuLevel::detect(), KvType::F16);
+    model.load_all(&mut cpu);
+    let mut input = FfnInput::with_capacity(1, n_embd, n_ff);
+    input.x = Random::new(5).normals(n_embd, 1.0);
+    input.active.reset(1, n_ff);
+    input.active.fill();
+    let mut sums = Vec::new();
+    for mode in [ActiveMode::Dense, ActiveMode::Exact] {
+        input.mode = mode;
+        let ticket = cpu.ffn_start(LayerId(0), &input);
+        let mut sum = vec![0.0; n_embd];
+        cpu.ffn_finish(ticket, &mut sum);
+        sums.push(sum);
+        let cost = cpu.take_cost();
+        let row_bytes = ffn.up.row_bytes() as u64;
+        let scale_bytes =
+            cost.weight_bytes - (cost.gate_rows + cost.up_rows) * row_bytes - cost.down_rows * n_embd as u64;
+        let n_blocks = scale_bytes / (2 * n_embd as u64);
+        assert_eq!(scale_bytes % (2 * n_embd as u64), 0);
+        if mode == ActiveMode::Dense {
+            assert_eq!((cost.down_rows, n_blocks), (n_ff as u64, n_ff as u64 / 32));
+        } else {
+            assert_eq!(cost.down_rows, cost.fired_neurons);
+            assert!(cost.down_rows > 0 && cost.down_rows < n_ff as u64);
+            assert!(n_blocks >= cost.down_rows.div_ceil(32) && n_blocks <= n_ff as u64 / 32);
+        }
+    }
+    assert_eq!(sums[0], sums[1]);
+
+    // Values rounded in blocks would depend on who holds the other neurons of the block.
+    let mut parts = vec![0.0; n_embd];
+    let some = NeuronSet::from_ids(n_ff, (0..n_ff as u32).filter(|j| j % 3 == 0).map(NeuronId));
+    for owned in [some.complement(), some] {
+        let mut cpu = backend(&model, 1, CpuLevel::detect(), KvType::F16);
+        model.load_ffn(&mut cpu, |_| owned.clone());
+        let ticket = cpu.ffn_start(LayerId(0), &input);
+        cpu.ffn_finish(ticket, &mut parts);
+    }
+    assert_close("two parts and the whole", &parts, &sums[0], NMSE_F32);
 }

@@ -1,6 +1,7 @@
 //! A file for each command: `run` takes its flags and does it.
 
 pub(crate) mod bench;
+pub(crate) mod convert;
 pub(crate) mod generate;
 pub(crate) mod inspect;
 pub(crate) mod logits;

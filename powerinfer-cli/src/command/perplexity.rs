@@ -1,15 +1,12 @@
 //! `powerinfer perplexity`: how well a model predicts a text, in one mode or in several side by side.
 
-use std::io::IsTerminal as _;
-
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use powerinfer_core::{ActiveMode, Model, Session, SessionOptions, TokenId};
 use serde::Serialize;
 
 use crate::args::PerplexityArgs;
 use crate::error::CliError;
 use crate::options::{self, Loaded};
-use crate::output::{bytes, percent, print, print_json, say, table};
+use crate::output::{bytes, percent, print, print_json, progress_bar, say, table};
 
 /// The scores of one mode.
 #[derive(Debug, Default)]
@@ -50,7 +47,7 @@ pub(crate) fn run(args: &PerplexityArgs) -> Result<(), CliError> {
     let bos = options::bos(model.tokenizer(), is_demo);
     let modes = options::modes(&args.mode, model);
     let mut runs = start(model, &modes, n_ctx)?;
-    let bar = progress_bar(n_chunks * modes.len());
+    let bar = progress_bar((n_chunks * modes.len()) as u64, "{bar:40} {pos}/{len} chunks, {eta} left");
     for chunk in ids.chunks_exact(n_ctx).take(n_chunks) {
         let mut chunk = chunk.to_vec();
         if let (Some(bos), Some(first)) = (bos, chunk.first_mut()) {
@@ -123,15 +120,6 @@ fn negative_log_likelihood(logits: &[f32], id: TokenId) -> f64 {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|&v| f64::from(v - max).exp()).sum();
     sum.ln() - f64::from(logits[id.index()] - max)
-}
-
-fn progress_bar(n_steps: usize) -> ProgressBar {
-    if !std::io::stderr().is_terminal() {
-        return ProgressBar::hidden();
-    }
-    let bar = ProgressBar::with_draw_target(Some(n_steps as u64), ProgressDrawTarget::stderr());
-    let style = ProgressStyle::with_template("{bar:40} {pos}/{len} chunks, {eta} left");
-    bar.with_style(style.expect("the template is well-formed"))
 }
 
 fn outcome(model: &str, session: &Session, score: &Score, n_chunks: usize) -> Outcome {

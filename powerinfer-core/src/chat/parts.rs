@@ -34,6 +34,9 @@ const MAX_TRIED_ALONE: usize = 64;
 /// Places in one string at which a head or tail is cut when it is searched for.
 const MAX_SEARCHED_PIECES: usize = 64;
 
+/// Longest tag that is kept whole.
+const MAX_TAG_CHARS: usize = 64;
+
 /// What models write around their own thinking. Templates look for these, so in an assistant's message they are not
 /// marked.
 const THINKING: [&str; 2] = ["<think>", "</think>"];
@@ -169,14 +172,16 @@ fn segments(text: &str) -> impl Iterator<Item = &str> {
     text.split_inclusive('\n').flat_map(|line| {
         let mut rest = line;
         std::iter::from_fn(move || {
-            let end = match rest.chars().next()? {
-                '<' => rest.find('>').map(|at| at + 1),
-                '[' => rest.find(']').map(|at| at + 1),
-                _ => rest.find(['<', '[']),
+            // A tag is short; looking further for its end would take quadratic time on a run of brackets.
+            let close = |c: char| {
+                rest.char_indices().take(MAX_TAG_CHARS).find(|&(_, d)| d == c).map(|(at, _)| at + 1)
             };
-            // A bracket that is never closed is a piece of its own.
-            let (piece, after) =
-                rest.split_at(end.unwrap_or(if rest.starts_with(['<', '[']) { 1 } else { rest.len() }));
+            let end = match rest.chars().next()? {
+                '<' => close('>').unwrap_or(1),
+                '[' => close(']').unwrap_or(1),
+                _ => rest.find(['<', '[']).unwrap_or(rest.len()),
+            };
+            let (piece, after) = rest.split_at(end);
             rest = after;
             Some(piece)
         })

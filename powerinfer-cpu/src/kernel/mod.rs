@@ -102,6 +102,25 @@ pub(crate) fn axpy_f32(level: CpuLevel, a: f32, x: Floats<'_>, acc: &mut [f32]) 
     }
 }
 
+/// `acc += scales ⊙ (a[0] · row(0) + a[1] · row(1) + …)` with rows of plain 8-bit integers and a scale for each
+/// column; `terms` are row numbers and factors, and added in order. A factor of 0 changes nothing.
+///
+/// # Shapes
+/// `scales [n]` (f16 bits), `values [n_rows, n]`, `acc [n]`.
+pub(crate) fn axpy_scaled(
+    level: CpuLevel,
+    terms: &[(usize, f32)],
+    scales: &[u16],
+    values: &[i8],
+    acc: &mut [f32],
+) {
+    match level {
+        CpuLevel::Scalar => scalar::axpy::axpy_scaled(terms, scales, values, acc),
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx2(level) => avx2::axpy::axpy_scaled(level, terms, scales, values, acc),
+    }
+}
+
 /// The types that [`axpy`] takes.
 pub(crate) const AXPY_TYPES: [WeightType; 5] =
     [WeightType::F32, WeightType::F16, WeightType::BF16, WeightType::Q8_0, WeightType::Q4_0];
@@ -125,10 +144,6 @@ impl<'a> Floats<'a> {
         }
     }
 }
-
-/// Weights of a type without a kernel of its own are decoded in pieces of this length, which is a whole number of
-/// blocks of every type, and multiplied as f32.
-const PIECE: usize = 256;
 
 #[cfg(test)]
 mod tests;

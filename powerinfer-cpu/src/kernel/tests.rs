@@ -202,3 +202,35 @@ fn extreme_integers_do_not_overflow() {
         }
     }
 }
+
+#[test]
+fn scaled_rows_match_the_sum_and_zero_factors_change_nothing() {
+    let mut random = Random::new(3);
+    for n in (1..=70).chain([333]) {
+        let values: Vec<i8> = (0..32 * n).map(|_| random.next_u64() as i8).collect();
+        let scales: Vec<half::f16> = (0..n).map(|_| half::f16::from_f32(random.normal())).collect();
+        let scale_bits: Vec<u16> = scales.iter().map(|s| s.to_bits()).collect();
+        let start = random.normals(n, 1.0);
+        for n_terms in [0, 1, 5, 32] {
+            let terms: Vec<(usize, f32)> =
+                (0..n_terms).map(|row| (row, if row % 3 == 1 { 0.0 } else { random.normal() })).collect();
+            let fired: Vec<(usize, f32)> = terms.iter().copied().filter(|t| t.1 != 0.0).collect();
+            for level in CpuLevel::available() {
+                let mut all = start.clone();
+                axpy_scaled(level, &terms, &scale_bits, &values, &mut all);
+                let mut some = start.clone();
+                axpy_scaled(level, &fired, &scale_bits, &values, &mut some);
+                assert_eq!(all, some, "{} of {n}", level.name());
+                for i in 0..n {
+                    let (w, a): (Vec<f32>, Vec<f32>) = terms
+                        .iter()
+                        .map(|&(row, a)| (scales[i].to_f32() * f32::from(values[row * n + i]), a))
+                        .unzip();
+                    let (sum, size) = reference_dot(&w, &a);
+                    let error = (f64::from(all[i]) - sum - f64::from(start[i])).abs();
+                    assert!(error <= (size + 1.0) * 1e-6, "{} of {n} at {i}: off by {error}", level.name());
+                }
+            }
+        }
+    }
+}

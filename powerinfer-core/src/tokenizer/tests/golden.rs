@@ -88,3 +88,16 @@ fn starcoder() {
 fn smollm2() {
     check("golden/tokenizer-smollm2.json", "models/relu-smol/relu-smol-135m-q8_0.gguf");
 }
+
+/// The vocabulary of the small model that comes with the project.
+#[test]
+fn tiny_stories_text_comes_back() {
+    let Some(folder) = shared() else { return };
+    let (source, _) = vocab_file::read(&folder.join("models/tiny-stories-relu/tiny-stories-relu-q8_0.gguf"));
+    let tokenizer = Tokenizer::new(&source, TokenizerOptions::default()).expect("a good vocabulary");
+    assert!(tokenizer.warnings().is_empty());
+    let text = "Once upon a time, there was a little girl named Lily.\nShe didn't like \u{1f600}!  ";
+    let ids = tokenizer.encode(text, Encode::default()).expect("a short text");
+    assert!(ids.len() < text.len() / 2, "{} tokens", ids.len());
+    assert_eq!(tokenizer.decode(&ids, false).expect("known ids"), text.as_bytes());
+}

@@ -32,6 +32,55 @@ pub(in crate::kernel) fn axpy_floats<const N: usize>(
     unsafe { axpy_floats_inner(a, rows, acc) }
 }
 
+/// Rows of integers with a scale for each column.
+pub(in crate::kernel) fn axpy_scaled(
+    _: Avx2,
+    terms: &[(usize, f32)],
+    scales: &[u16],
+    values: &[i8],
+    acc: &mut [f32],
+) {
+    // SAFETY: LEVEL-DETECTED.
+    unsafe { axpy_scaled_inner(terms, scales, values, acc) }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn axpy_scaled_inner(terms: &[(usize, f32)], scales: &[u16], values: &[i8], acc: &mut [f32]) {
+    let n = acc.len();
+    let (acc32, acc_rest) = acc.as_chunks_mut::<32>();
+    let tail = n - acc_rest.len();
+    for (i, (acc, scales)) in acc32.iter_mut().zip(scales.as_chunks::<32>().0).enumerate() {
+        let mut sums = [_mm256_setzero_ps(); 4];
+        for &(row, a) in terms {
+            let Some(q) = values[row * n + i * 32..].first_chunk::<32>() else { continue };
+            add_scaled(&mut sums, _mm256_set1_ps(a), load32(q));
+        }
+        let (acc8, scales8) = (acc.as_chunks_mut::<8>().0, scales.as_chunks::<8>().0);
+        for k in 0..4 {
+            let sum = _mm256_fmadd_ps(load_f16(&scales8[k]), sums[k], load_f32(&acc8[k]));
+            store_f32(sum, &mut acc8[k]);
+        }
+    }
+    for (i, (acc, &scale)) in acc_rest.iter_mut().zip(&scales[tail..]).enumerate() {
+        let sum =
+            terms.iter().fold(0f32, |sum, &(row, a)| a.mul_add(f32::from(values[row * n + tail + i]), sum));
+        *acc = f16_to_f32(half::f16::from_bits(scale)).mul_add(sum, *acc);
+    }
+}
+
+/// `sums += factor · q` for 32 integers.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn add_scaled(sums: &mut [__m256; 4], factor: __m256, q: __m256i) {
+    let halves = [_mm256_castsi256_si128(q), _mm256_extracti128_si256::<1>(q)];
+    for k in 0..4 {
+        let half = halves[k / 2];
+        let part = if k % 2 == 0 { half } else { _mm_srli_si128::<8>(half) };
+        let w = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(part));
+        sums[k] = _mm256_fmadd_ps(factor, w, sums[k]);
+    }
+}
+
 #[target_feature(enable = "avx2,fma,f16c")]
 fn axpy_inner<const N: usize>(ty: WeightType, a: [f32; N], rows: [&[u8]; N], acc: &mut [f32]) {
     match ty {
@@ -98,13 +147,7 @@ macro_rules! axpy_blocks {
                     let block = &rows[j][i];
                     let factor = _mm256_set1_ps(a[j] * f16_to_f32(block.d));
                     let q = $unpack(block);
-                    let halves = [_mm256_castsi256_si128(q), _mm256_extracti128_si256::<1>(q)];
-                    for k in 0..4 {
-                        let half = halves[k / 2];
-                        let part = if k % 2 == 0 { half } else { _mm_srli_si128::<8>(half) };
-                        let w = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(part));
-                        sums[k] = _mm256_fmadd_ps(factor, w, sums[k]);
-                    }
+                    add_scaled(&mut sums, factor, q);
                 }
                 for k in 0..4 {
                     store_f32(sums[k], &mut acc8[k]);

@@ -8,11 +8,11 @@ use std::arch::x86_64::*;
 
 use powerinfer_sparse_ops::WeightType;
 use powerinfer_sparse_ops::block::{
-    self, BlockIq4Nl, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0,
-    BlockQ8K, IQ4_NL_VALUES,
+    BlockIq4Nl, BlockMxfp4, BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1,
+    BlockQ5K, BlockQ6K, BlockQ8_0, BlockQ8K, IQ4_NL_VALUES, MXFP4_VALUES,
 };
 
-use super::super::{Floats, PIECE};
+use super::super::Floats;
 use super::load::{
     f16_to_f32, first, five_bits, load_bf16, load_f16, load_f32, load16, load32, nibbles, sum_f32,
 };
@@ -53,7 +53,10 @@ fn dot_inner<const T: usize>(ty: WeightType, row: &[u8], x: &Input<'_>, rows: [u
         WeightType::Q4_K => dot_q4_k(bytemuck::cast_slice(row), rows.map(x8k)),
         WeightType::Q5_K => dot_q5_k(bytemuck::cast_slice(row), rows.map(x8k)),
         WeightType::Q6_K => dot_q6_k(bytemuck::cast_slice(row), rows.map(x8k)),
-        _ => dot_decoded(ty, row, rows.map(|r| x.f32(r))),
+        WeightType::Q2_K => dot_q2_k(bytemuck::cast_slice(row), rows.map(x8k)),
+        WeightType::Q3_K => dot_q3_k(bytemuck::cast_slice(row), rows.map(x8k)),
+        WeightType::MXFP4 => dot_mxfp4(bytemuck::cast_slice(row), rows.map(x8)),
+        _ => unreachable!("dot with {ty}: every type has a kernel"),
     }
 }
 
@@ -64,23 +67,6 @@ fn dot_floats_inner<const T: usize>(w: Floats<'_>, x: [&[f32]; T]) -> [f32; T] {
         Floats::F16(w) => dot_f16(w, x),
         Floats::BF16(w) => dot_bf16(w, x),
     }
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-fn dot_decoded<const T: usize>(ty: WeightType, row: &[u8], x: [&[f32]; T]) -> [f32; T] {
-    let piece_bytes = PIECE / ty.block_len() * ty.block_bytes();
-    let mut sums = [0.0; T];
-    let mut buffer = [0f32; PIECE];
-    for (piece, bytes) in row.chunks(piece_bytes).enumerate() {
-        let w = &mut buffer[..bytes.len() / ty.block_bytes() * ty.block_len()];
-        block::decode_row(ty, bytes, w);
-        let n = w.len();
-        let parts = dot_f32(w, x.map(|x| &x[piece * PIECE..][..n]));
-        for t in 0..T {
-            sums[t] += parts[t];
-        }
-    }
-    sums
 }
 
 macro_rules! dot_floats {
@@ -127,7 +113,7 @@ fn products(q: __m256i, p: __m256i) -> __m256 {
 }
 
 macro_rules! dot_signed {
-    ($name:ident, $block:ty, $unpack:ident) => {
+    ($name:ident, $block:ty, $unpack:ident, $scale:expr) => {
         #[target_feature(enable = "avx2,fma,f16c")]
         fn $name<const T: usize>(row: &[$block], x: [&[BlockX8]; T]) -> [f32; T] {
             let x = first(x, row.len());
@@ -136,7 +122,7 @@ macro_rules! dot_signed {
             for (i, pair) in pairs.iter().enumerate() {
                 for j in 0..2 {
                     let q = $unpack(&pair[j]);
-                    let (d, size) = (f16_to_f32(pair[j].d), _mm256_abs_epi8(q));
+                    let (d, size) = ($scale(&pair[j]), _mm256_abs_epi8(q));
                     for t in 0..T {
                         let x = &x[t][2 * i + j];
                         let dots = products(size, _mm256_sign_epi8(load32(&x.q), q));
@@ -146,7 +132,7 @@ macro_rules! dot_signed {
             }
             for block in last {
                 let q = $unpack(block);
-                let (d, size) = (f16_to_f32(block.d), _mm256_abs_epi8(q));
+                let (d, size) = ($scale(block), _mm256_abs_epi8(q));
                 for t in 0..T {
                     let x = &x[t][row.len() - 1];
                     let dots = products(size, _mm256_sign_epi8(load32(&x.q), q));
@@ -183,10 +169,18 @@ fn unpack_iq4_nl(b: &BlockIq4Nl) -> __m256i {
     _mm256_shuffle_epi8(values, nibbles(&b.qs))
 }
 
-dot_signed!(dot_q8_0, BlockQ8_0, unpack_q8_0);
-dot_signed!(dot_q4_0, BlockQ4_0, unpack_q4_0);
-dot_signed!(dot_q5_0, BlockQ5_0, unpack_q5_0);
-dot_signed!(dot_iq4_nl, BlockIq4Nl, unpack_iq4_nl);
+dot_signed!(dot_q8_0, BlockQ8_0, unpack_q8_0, |b: &BlockQ8_0| f16_to_f32(b.d));
+dot_signed!(dot_q4_0, BlockQ4_0, unpack_q4_0, |b: &BlockQ4_0| f16_to_f32(b.d));
+dot_signed!(dot_q5_0, BlockQ5_0, unpack_q5_0, |b: &BlockQ5_0| f16_to_f32(b.d));
+#[target_feature(enable = "avx2")]
+#[inline]
+fn unpack_mxfp4(b: &BlockMxfp4) -> __m256i {
+    let values = _mm256_broadcastsi128_si256(load16(&MXFP4_VALUES));
+    _mm256_shuffle_epi8(values, nibbles(&b.qs))
+}
+
+dot_signed!(dot_mxfp4, BlockMxfp4, unpack_mxfp4, BlockMxfp4::scale);
+dot_signed!(dot_iq4_nl, BlockIq4Nl, unpack_iq4_nl, |b: &BlockIq4Nl| f16_to_f32(b.d));
 
 macro_rules! dot_offset {
     ($name:ident, $block:ty, $unpack:ident) => {
@@ -232,41 +226,98 @@ fn part32<T: bytemuck::Pod>(bytes: &[T], part: usize) -> __m256i {
     load32(&bytes.as_chunks::<32>().0[part])
 }
 
-macro_rules! dot_k_offset {
-    ($name:ident, $block:ty, $unpack:ident) => {
+/// The scale of 32 weights, for each of 16 sums of two products.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn one_scale(scales: &[u8; 8], part: usize) -> __m256i {
+    _mm256_set1_epi16(i16::from(scales[part]))
+}
+
+/// The same with a scale for each 16 weights.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn two_scales<S: Copy + Into<i16>>(scales: &[S; 16], part: usize) -> __m256i {
+    let [low, high] = [scales[2 * part], scales[2 * part + 1]].map(Into::into);
+    _mm256_set_m128i(_mm_set1_epi16(high), _mm_set1_epi16(low))
+}
+
+/// Sums of 16 inputs.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn x_sums(x: &BlockQ8K) -> __m256i {
+    bytemuck::cast(x.bsums)
+}
+
+// `scale · q − min`, all of them unsigned.
+macro_rules! dot_k_min {
+    ($name:ident, $block:ty, $unpack:ident, $scale:ident, $mins:expr) => {
         #[target_feature(enable = "avx2,fma,f16c")]
         fn $name<const T: usize>(row: &[$block], x: [&[BlockQ8K]; T]) -> [f32; T] {
             let x = first(x, row.len());
             let mut sums = [_mm256_setzero_ps(); T];
-            let mut offset_sums = [_mm256_setzero_ps(); T];
+            let mut min_sums = [_mm256_setzero_ps(); T];
             for (i, block) in row.iter().enumerate() {
-                let (scales, offsets) = block.scales_mins();
-                // An offset stands for two sums of 16 inputs.
-                let twice: [u8; 16] = std::array::from_fn(|i| offsets[i / 2]);
-                let offsets = _mm256_cvtepu8_epi16(load16(&twice));
+                let (scales, mins) = block.scales_mins();
+                let mins: [u8; 16] = $mins(mins);
+                let mins = _mm256_cvtepu8_epi16(load16(&mins));
                 let mut totals = [_mm256_setzero_si256(); T];
-                for sub in 0..8 {
-                    let q = $unpack(block, sub);
-                    let scale = _mm256_set1_epi16(i16::from(scales[sub]));
+                for part in 0..8 {
+                    let q = $unpack(block, part);
+                    let scale = $scale(&scales, part);
                     for t in 0..T {
-                        let pairs = _mm256_maddubs_epi16(q, part32(&x[t][i].qs, sub));
+                        let pairs = _mm256_maddubs_epi16(q, part32(&x[t][i].qs, part));
                         totals[t] = _mm256_add_epi32(totals[t], _mm256_madd_epi16(pairs, scale));
                     }
                 }
                 let (d, d_min) = (f16_to_f32(block.d), f16_to_f32(block.dmin));
                 for t in 0..T {
                     let x = &x[t][i];
-                    let d = _mm256_set1_ps(d * x.d);
-                    sums[t] = _mm256_fmadd_ps(d, _mm256_cvtepi32_ps(totals[t]), sums[t]);
-                    let x_sums = bytemuck::cast::<[i16; 16], __m256i>(x.bsums);
-                    let offset = _mm256_cvtepi32_ps(_mm256_madd_epi16(offsets, x_sums));
-                    offset_sums[t] = _mm256_fmadd_ps(_mm256_set1_ps(d_min * x.d), offset, offset_sums[t]);
+                    let total = _mm256_cvtepi32_ps(totals[t]);
+                    sums[t] = _mm256_fmadd_ps(_mm256_set1_ps(d * x.d), total, sums[t]);
+                    let total = _mm256_cvtepi32_ps(_mm256_madd_epi16(mins, x_sums(x)));
+                    min_sums[t] = _mm256_fmadd_ps(_mm256_set1_ps(d_min * x.d), total, min_sums[t]);
                 }
             }
-            std::array::from_fn(|t| sum_f32(_mm256_sub_ps(sums[t], offset_sums[t])))
+            let mut out = [0.0; T];
+            for t in 0..T {
+                out[t] = sum_f32(_mm256_sub_ps(sums[t], min_sums[t]));
+            }
+            out
         }
     };
 }
+
+/// The 2-bit weights `part` of a block that keeps four of them in a byte, with garbage above.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn two_bits(qs: &[u8; 64], part: usize) -> __m256i {
+    let q = _mm256_srl_epi16(part32(qs, part / 4), _mm_cvtsi32_si128(part as i32 % 4 * 2));
+    _mm256_and_si256(q, _mm256_set1_epi8(3))
+}
+
+/// `value` in each byte where bit `bit` of `bytes` is set.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn where_set(bytes: &[u8; 32], bit: usize, value: i8) -> __m256i {
+    let mask = _mm256_set1_epi8((1u8 << bit).cast_signed());
+    let set = _mm256_cmpeq_epi8(_mm256_and_si256(load32(bytes), mask), mask);
+    _mm256_and_si256(set, _mm256_set1_epi8(value))
+}
+
+#[target_feature(enable = "avx2")]
+#[inline]
+fn unpack_q2_k(b: &BlockQ2K, part: usize) -> __m256i {
+    two_bits(&b.qs, part)
+}
+
+/// A min for each 32 weights, as one for each 16.
+fn twice(mins: [u8; 8]) -> [u8; 16] {
+    std::array::from_fn(|i| mins[i / 2])
+}
+
+dot_k_min!(dot_q2_k, BlockQ2K, unpack_q2_k, two_scales, |mins| mins);
+dot_k_min!(dot_q4_k, BlockQ4K, unpack_q4_k, one_scale, twice);
+dot_k_min!(dot_q5_k, BlockQ5K, unpack_q5_k, one_scale, twice);
 
 #[target_feature(enable = "avx2")]
 #[inline]
@@ -281,13 +332,8 @@ fn unpack_q4_k(b: &BlockQ4K, sub: usize) -> __m256i {
 fn unpack_q5_k(b: &BlockQ5K, sub: usize) -> __m256i {
     let both = part32(&b.qs, sub / 2);
     let q = if sub.is_multiple_of(2) { both } else { _mm256_srli_epi16::<4>(both) };
-    let bit = _mm256_set1_epi8((1u8 << sub).cast_signed());
-    let set = _mm256_cmpeq_epi8(_mm256_and_si256(load32(&b.qh), bit), bit);
-    _mm256_or_si256(_mm256_and_si256(q, _mm256_set1_epi8(15)), _mm256_and_si256(set, _mm256_set1_epi8(16)))
+    _mm256_or_si256(_mm256_and_si256(q, _mm256_set1_epi8(15)), where_set(&b.qh, sub, 16))
 }
-
-dot_k_offset!(dot_q4_k, BlockQ4K, unpack_q4_k);
-dot_k_offset!(dot_q5_k, BlockQ5K, unpack_q5_k);
 
 /// The 32 weights `part` of a Q6_K block, 0 to 63.
 #[target_feature(enable = "avx2")]
@@ -301,34 +347,48 @@ fn unpack_q6_k(b: &BlockQ6K, part: usize) -> __m256i {
     _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi8(15)), _mm256_slli_epi16::<4>(high))
 }
 
-#[target_feature(enable = "avx2,fma,f16c")]
-fn dot_q6_k<const T: usize>(row: &[BlockQ6K], x: [&[BlockQ8K]; T]) -> [f32; T] {
-    let x = first(x, row.len());
-    let mut sums = [_mm256_setzero_ps(); T];
-    for (i, block) in row.iter().enumerate() {
-        let scales = _mm256_cvtepi8_epi16(load16(&block.scales));
-        let mut totals = [_mm256_setzero_si256(); T];
-        for part in 0..8 {
-            let q = unpack_q6_k(block, part);
-            // Eight products in 16 bits have the first scale, eight the second.
-            let scale = _mm256_set_m128i(
-                _mm_set1_epi16(i16::from(block.scales[2 * part + 1])),
-                _mm_set1_epi16(i16::from(block.scales[2 * part])),
-            );
-            for t in 0..T {
-                let pairs = _mm256_maddubs_epi16(q, part32(&x[t][i].qs, part));
-                totals[t] = _mm256_add_epi32(totals[t], _mm256_madd_epi16(pairs, scale));
-            }
-        }
-        let d = f16_to_f32(block.d);
-        for t in 0..T {
-            let x = &x[t][i];
-            // The weights are 32 less than `q`.
-            let x_sums = bytemuck::cast::<[i16; 16], __m256i>(x.bsums);
-            let shift = _mm256_slli_epi32::<5>(_mm256_madd_epi16(scales, x_sums));
-            let total = _mm256_cvtepi32_ps(_mm256_sub_epi32(totals[t], shift));
-            sums[t] = _mm256_fmadd_ps(_mm256_set1_ps(d * x.d), total, sums[t]);
-        }
-    }
-    sums.map(|sum| sum_f32(sum))
+/// The 32 weights `part` of a Q3_K block, 0 to 7.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn unpack_q3_k(b: &BlockQ3K, part: usize) -> __m256i {
+    _mm256_or_si256(two_bits(&b.qs, part), where_set(&b.hmask, part, 4))
 }
+
+// `scale · (q − 2^shift)` with signed scales.
+macro_rules! dot_k_shift {
+    ($name:ident, $block:ty, $unpack:ident, $scales:expr, $shift:literal) => {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn $name<const T: usize>(row: &[$block], x: [&[BlockQ8K]; T]) -> [f32; T] {
+            let x = first(x, row.len());
+            let mut sums = [_mm256_setzero_ps(); T];
+            for (i, block) in row.iter().enumerate() {
+                let scales: [i8; 16] = $scales(block);
+                let mut totals = [_mm256_setzero_si256(); T];
+                for part in 0..8 {
+                    let q = $unpack(block, part);
+                    let scale = two_scales(&scales, part);
+                    for t in 0..T {
+                        let pairs = _mm256_maddubs_epi16(q, part32(&x[t][i].qs, part));
+                        totals[t] = _mm256_add_epi32(totals[t], _mm256_madd_epi16(pairs, scale));
+                    }
+                }
+                let scales = _mm256_cvtepi8_epi16(load16(&scales));
+                let d = f16_to_f32(block.d);
+                for t in 0..T {
+                    let x = &x[t][i];
+                    let shift = _mm256_slli_epi32::<$shift>(_mm256_madd_epi16(scales, x_sums(x)));
+                    let total = _mm256_cvtepi32_ps(_mm256_sub_epi32(totals[t], shift));
+                    sums[t] = _mm256_fmadd_ps(_mm256_set1_ps(d * x.d), total, sums[t]);
+                }
+            }
+            let mut out = [0.0; T];
+            for t in 0..T {
+                out[t] = sum_f32(sums[t]);
+            }
+            out
+        }
+    };
+}
+
+dot_k_shift!(dot_q3_k, BlockQ3K, unpack_q3_k, BlockQ3K::group_scales, 2);
+dot_k_shift!(dot_q6_k, BlockQ6K, unpack_q6_k, |b: &BlockQ6K| b.scales, 5);

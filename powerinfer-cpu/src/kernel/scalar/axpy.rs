@@ -49,3 +49,20 @@ fn axpy_blocks<B>(a: f32, row: &[B], acc: &mut [f32], unpack: impl Fn(&B) -> (f3
         }
     }
 }
+
+/// Rows of integers with a scale for each column.
+pub(in crate::kernel) fn axpy_scaled(terms: &[(usize, f32)], scales: &[u16], values: &[i8], acc: &mut [f32]) {
+    let n = acc.len();
+    for start in (0..n).step_by(32) {
+        let end = n.min(start + 32);
+        let mut sums = [0f32; 32];
+        for &(row, a) in terms {
+            for (sum, &q) in sums.iter_mut().zip(&values[row * n..][start..end]) {
+                *sum += a * f32::from(q);
+            }
+        }
+        for (acc, (sum, &scale)) in acc[start..end].iter_mut().zip(sums.iter().zip(&scales[start..end])) {
+            *acc += half::f16::from_bits(scale).to_f32() * sum;
+        }
+    }
+}

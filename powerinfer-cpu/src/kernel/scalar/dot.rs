@@ -6,19 +6,19 @@
 //! Blocks of 32: with the integers `q` of the weights and `p` of the input,
 //!
 //! ```text
-//! Σ_blocks  d_w · d_x · Σ q·p        Q8_0, Q4_0, Q5_0, IQ4_NL    (q signed)
+//! Σ_blocks  d_w · d_x · Σ q·p        Q8_0, Q4_0, Q5_0, IQ4_NL, MXFP4 (q signed)
 //! Σ_blocks  d_w · d_x · Σ q·p + m_w · (d_x · Σ p)    Q4_1, Q5_1  (q unsigned)
 //! ```
 //!
-//! Blocks of 256 are those of [`block`].
+//! Blocks of 256 are those of [`block`](powerinfer_sparse_ops::block).
 
 use powerinfer_sparse_ops::WeightType;
 use powerinfer_sparse_ops::block::{
-    self, BlockIq4Nl, BlockQ4_0, BlockQ4_1, BlockQ5_0, BlockQ5_1, BlockQ8_0, dot_q4_k_q8_k, dot_q5_k_q8_k,
-    dot_q6_k_q8_k,
+    BlockIq4Nl, BlockMxfp4, BlockQ4_0, BlockQ4_1, BlockQ5_0, BlockQ5_1, BlockQ8_0, dot_q2_k_q8_k,
+    dot_q3_k_q8_k, dot_q4_k_q8_k, dot_q5_k_q8_k, dot_q6_k_q8_k,
 };
 
-use super::super::{Floats, PIECE};
+use super::super::Floats;
 use crate::input::{BlockX8, Input};
 
 pub(in crate::kernel) fn dot<const T: usize>(
@@ -42,7 +42,10 @@ pub(in crate::kernel) fn dot<const T: usize>(
         WeightType::Q4_K => rows.map(|r| dot_q4_k_q8_k(bytemuck::cast_slice(row), x8k(r))),
         WeightType::Q5_K => rows.map(|r| dot_q5_k_q8_k(bytemuck::cast_slice(row), x8k(r))),
         WeightType::Q6_K => rows.map(|r| dot_q6_k_q8_k(bytemuck::cast_slice(row), x8k(r))),
-        _ => dot_decoded(ty, row, rows.map(|r| x.f32(r))),
+        WeightType::Q2_K => rows.map(|r| dot_q2_k_q8_k(bytemuck::cast_slice(row), x8k(r))),
+        WeightType::Q3_K => rows.map(|r| dot_q3_k_q8_k(bytemuck::cast_slice(row), x8k(r))),
+        WeightType::MXFP4 => rows.map(|r| dot_signed(bytemuck::cast_slice(row), x8(r), unpack_mxfp4)),
+        _ => unreachable!("dot with {ty}: every type has a kernel"),
     }
 }
 
@@ -72,20 +75,6 @@ fn dot_converted<W: Copy>(w: &[W], x: &[f32], to_f32: impl Fn(W) -> f32) -> f32 
 fn sum8(s: [f32; 8]) -> f32 {
     let [a, b, c, d] = [s[0] + s[4], s[1] + s[5], s[2] + s[6], s[3] + s[7]];
     (a + c) + (b + d)
-}
-
-fn dot_decoded<const T: usize>(ty: WeightType, row: &[u8], x: [&[f32]; T]) -> [f32; T] {
-    let piece_bytes = PIECE / ty.block_len() * ty.block_bytes();
-    let mut sums = [0.0; T];
-    let mut buffer = [0f32; PIECE];
-    for (piece, bytes) in row.chunks(piece_bytes).enumerate() {
-        let w = &mut buffer[..bytes.len() / ty.block_bytes() * ty.block_len()];
-        block::decode_row(ty, bytes, w);
-        for t in 0..T {
-            sums[t] += dot_converted(w, &x[t][piece * PIECE..][..w.len()], |w| w);
-        }
-    }
-    sums
 }
 
 /// Scale and signed values of a block.
@@ -131,6 +120,10 @@ fn unpack_q5_0(b: &BlockQ5_0) -> Signed {
 
 fn unpack_iq4_nl(b: &BlockIq4Nl) -> Signed {
     (b.d.to_f32(), b.quants())
+}
+
+fn unpack_mxfp4(b: &BlockMxfp4) -> Signed {
+    (b.scale(), b.quants())
 }
 
 fn unpack_q4_1(b: &BlockQ4_1) -> Offset {
