@@ -4,6 +4,7 @@
 //! [`HybridBackend`]: powerinfer_sparse_ops::HybridBackend
 #![deny(unsafe_code)]
 
+pub mod alloc_guard;
 pub mod conformance;
 pub mod drive;
 pub mod null;
