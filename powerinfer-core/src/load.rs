@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use powerinfer_gguf::{GgmlType, GgufError, GgufFile, Magic};
+use powerinfer_gguf::{GgmlType, GgufError, GgufModel, Magic};
 use powerinfer_sparse_ops::{
     Activation, ActiveMode, BackendError, BlockKind, DensePart, DownWeights, EmbeddingWeights, FfnWeights,
     Gating, HeadWeights, LayerId, LayerWeights, Linear, ModelSpec, NormWeights, PredictorWeights, ShapeError,
@@ -181,7 +181,7 @@ pub(crate) struct ModelWeights {
 }
 
 /// Rows (second dimension) of a tensor that must be there.
-pub(crate) fn tensor_rows(file: &GgufFile, name: &str) -> Result<usize, LoadError> {
+pub(crate) fn tensor_rows(file: &GgufModel, name: &str) -> Result<usize, LoadError> {
     let tensor = file.tensor(name).ok_or_else(|| LoadError::MissingTensor {
         tensor: name.to_owned(),
         arch: "these".to_owned(),
@@ -192,7 +192,7 @@ pub(crate) fn tensor_rows(file: &GgufFile, name: &str) -> Result<usize, LoadErro
 
 /// A tensor of one dimension as f32, if it is there.
 pub(crate) fn optional_vector(
-    file: &GgufFile,
+    file: &GgufModel,
     name: &str,
     len: usize,
 ) -> Result<Option<Vec<f32>>, LoadError> {
@@ -208,7 +208,7 @@ pub(crate) fn optional_vector(
     Ok(Some(tensor.decode()?))
 }
 
-fn magic_name(file: &GgufFile) -> &'static str {
+fn magic_name(file: &GgufModel) -> &'static str {
     match file.magic() {
         Magic::Pwri => "PWRI",
         Magic::Gguf => "GGUF",
@@ -217,7 +217,7 @@ fn magic_name(file: &GgufFile) -> &'static str {
 
 /// Reads tensors by name and remembers which were used.
 struct Tensors<'f> {
-    file: &'f GgufFile,
+    file: &'f GgufModel,
     spec: &'f ModelSpec,
     used: HashSet<String>,
 }
@@ -287,7 +287,7 @@ impl Tensors<'_> {
 
 /// Reads every weight that the model needs.
 pub(crate) fn read_weights(
-    file: &GgufFile,
+    file: &GgufModel,
     family: &Family,
     spec: &ModelSpec,
     options: &LoadOptions,

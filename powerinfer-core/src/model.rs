@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use powerinfer_gguf::GgufFile;
+use powerinfer_gguf::{GgufFile, GgufModel};
 use powerinfer_sparse_ops::{ActiveMode, BackendInfo, LayerId, ModelSpec, NeuronSet};
 
 use crate::chat::{ChatError, ChatTemplate};
@@ -82,7 +82,7 @@ impl Model {
     /// # Errors
     /// A [`LoadError`] that names the key or tensor at fault.
     pub fn open(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Self, LoadError> {
-        Self::load(&GgufFile::open(path)?, options)
+        Self::load(&GgufModel::open(path)?, options)
     }
 
     /// Loads a model from the bytes of a file.
@@ -93,14 +93,14 @@ impl Model {
         bytes: impl AsRef<[u8]> + Send + Sync + 'static,
         options: &LoadOptions,
     ) -> Result<Self, LoadError> {
-        Self::load(&GgufFile::from_bytes(bytes)?, options)
+        Self::load(&GgufModel::from(GgufFile::from_bytes(bytes)?), options)
     }
 
     /// Loads a model from an opened file.
     ///
     /// # Errors
     /// A [`LoadError`] that names the key or tensor at fault.
-    pub fn load(file: &GgufFile, options: &LoadOptions) -> Result<Self, LoadError> {
+    pub fn load(file: &GgufModel, options: &LoadOptions) -> Result<Self, LoadError> {
         if options.n_batch == 0 {
             return Err(LoadError::EmptyBatch);
         }

@@ -1,6 +1,6 @@
 //! From metadata to [`ModelSpec`]: which families there are and what their keys mean.
 
-use powerinfer_gguf::{GgufFile, Magic};
+use powerinfer_gguf::{GgufModel, Magic};
 use powerinfer_sparse_ops::{
     Activation, BlockKind, Gating, ModelSpec, Norm, NormKind, PredictorInput, Rope, RopeKind, RopeScaling,
 };
@@ -81,7 +81,7 @@ const FAMILIES: [Family; 4] = [
 const MAX_LAYERS: u32 = 4096;
 
 impl Family {
-    pub(crate) fn of(file: &GgufFile) -> Result<&'static Self, LoadError> {
+    pub(crate) fn of(file: &GgufModel) -> Result<&'static Self, LoadError> {
         let arch = file.metadata().require::<&str>("general.architecture")?;
         FAMILIES.iter().find(|f| f.arch == arch).ok_or_else(|| LoadError::UnsupportedArch {
             arch: arch.chars().take(64).collect(),
@@ -92,7 +92,7 @@ impl Family {
 
 /// Reads the keys `<arch>.…` under the rules that make a model.
 struct Keys<'f> {
-    file: &'f GgufFile,
+    file: &'f GgufModel,
     arch: &'static str,
 }
 
@@ -151,7 +151,7 @@ impl Keys<'_> {
 
 /// Builds the description of the model in `file`; the widths of tensors are checked against it later.
 pub(crate) fn read_spec(
-    file: &GgufFile,
+    file: &GgufModel,
     family: &'static Family,
     options: &LoadOptions,
     notes: &mut Notes,

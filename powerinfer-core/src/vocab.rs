@@ -1,11 +1,11 @@
 //! The tokenizer's part of the metadata.
 
-use powerinfer_gguf::{GgufError, GgufFile};
+use powerinfer_gguf::{GgufError, GgufModel};
 
 use crate::tokenizer::VocabSource;
 
 /// Reads the keys `tokenizer.ggml.…`.
-pub(crate) fn read(file: &GgufFile) -> Result<VocabSource, GgufError> {
+pub(crate) fn read(file: &GgufModel) -> Result<VocabSource, GgufError> {
     let meta = file.metadata();
     let id = |name: &str| meta.find::<u32>(&format!("tokenizer.ggml.{name}_token_id"));
     let flag = |name: &str| meta.find::<bool>(&format!("tokenizer.ggml.{name}"));
@@ -32,6 +32,6 @@ pub(crate) fn read(file: &GgufFile) -> Result<VocabSource, GgufError> {
 }
 
 /// The text of the chat template, if the file has one.
-pub(crate) fn chat_template(file: &GgufFile) -> Result<Option<&str>, GgufError> {
+pub(crate) fn chat_template(file: &GgufModel) -> Result<Option<&str>, GgufError> {
     file.metadata().find("tokenizer.chat_template")
 }

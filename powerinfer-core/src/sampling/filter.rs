@@ -76,11 +76,32 @@ pub(super) fn order_first(
     if n == 0 {
         return;
     }
-    if n < candidates.len() {
+    if n < candidates.len() / 8 {
+        select_few(candidates, n, &cmp);
+    } else if n < candidates.len() {
         candidates.select_nth_unstable_by(n - 1, &cmp);
     }
     // The order after a selection may change between compilers; a draw must not depend on it.
     candidates[..n].sort_unstable_by(&cmp);
+}
+
+/// Brings the first `n` to the front by one scan over the rest: whatever comes before the worst of the
+/// best `n` so far joins a pool of `2n`, which is thinned to `n` each time it is full. Nearly every
+/// candidate of a large vocabulary costs one comparison, where a selection moves it several times.
+fn select_few(candidates: &mut [Candidate], n: usize, cmp: impl Fn(&Candidate, &Candidate) -> Ordering) {
+    let mut worst = *candidates[..2 * n].select_nth_unstable_by(n - 1, &cmp).1;
+    let mut n_pool = n;
+    for i in 2 * n..candidates.len() {
+        if cmp(&candidates[i], &worst).is_lt() {
+            candidates.swap(i, n_pool);
+            n_pool += 1;
+            if n_pool == 2 * n {
+                worst = *candidates[..n_pool].select_nth_unstable_by(n - 1, &cmp).1;
+                n_pool = n;
+            }
+        }
+    }
+    candidates[..n_pool].select_nth_unstable_by(n - 1, &cmp);
 }
 
 /// Keeps the `k` most probable candidates, most probable first; `k == 0` keeps all.

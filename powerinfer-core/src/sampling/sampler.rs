@@ -123,17 +123,22 @@ impl Sampler {
     /// positive infinity; [`SamplingError::NoCandidate`] when no token is possible. After an error the
     /// state is as before the call.
     pub fn sample(&mut self, logits: &[f32]) -> Result<TokenId, SamplingError> {
-        self.check_logits(logits)?;
+        let best = self.check_logits(logits)?;
+        let greedy = self.params.temperature <= 0.0;
+        if greedy && self.params.logit_bias.is_empty() && self.window.is_empty() {
+            return Ok(best);
+        }
         self.candidates.clear();
         self.candidates.extend((0..).zip(logits).map(|(id, &logit)| Candidate { id, logit, p: 0.0 }));
         self.add_bias();
         self.penalize();
         self.candidates.retain(|c| c.logit > f32::NEG_INFINITY);
-        let Some(best) = self.candidates.iter().min_by(|a, b| filter::by_logit(a, b)) else {
+        if self.candidates.is_empty() {
             return Err(SamplingError::NoCandidate { n_vocab: self.n_vocab });
-        };
-        if self.params.temperature <= 0.0 {
-            return Ok(TokenId(best.id));
+        }
+        if greedy {
+            filter::top_k(&mut self.candidates, 1);
+            return Ok(TokenId(self.candidates[0].id));
         }
         Ok(match self.params.mirostat {
             Mirostat::Off => self.cut_and_draw(),
@@ -207,19 +212,22 @@ impl Sampler {
         }
     }
 
-    fn check_logits(&self, logits: &[f32]) -> Result<(), SamplingError> {
+    /// The most probable token, ties to the lowest id, if the logits are fit to sample from.
+    fn check_logits(&self, logits: &[f32]) -> Result<TokenId, SamplingError> {
         let n_vocab = self.n_vocab;
         if logits.len() != n_vocab {
             return Err(SamplingError::LogitsLength { expected: n_vocab, got: logits.len() });
         }
-        let mut possible = false;
+        let (mut best, mut best_id) = (f32::NEG_INFINITY, None);
         for (id, &got) in (0..).zip(logits) {
             if got.is_nan() || got == f32::INFINITY {
                 return Err(SamplingError::BadLogit { token: TokenId(id), got });
             }
-            possible |= got > f32::NEG_INFINITY;
+            if got > best {
+                (best, best_id) = (got, Some(TokenId(id)));
+            }
         }
-        if possible { Ok(()) } else { Err(SamplingError::NoCandidate { n_vocab }) }
+        best_id.ok_or(SamplingError::NoCandidate { n_vocab })
     }
 
     /// Candidates still stand at the index of their id here and in `penalize`.
@@ -299,6 +307,19 @@ impl Sampler {
         }
         // Rounding may leave a crumb past the last one.
         last.expect("a cut keeps at least one candidate, and the most probable has p > 0")
+    }
+}
+
+#[cfg(test)]
+impl Sampler {
+    /// Id and probability of the candidates of the latest draw.
+    pub(super) fn last_distribution(&self) -> impl Iterator<Item = (u32, f64)> {
+        self.candidates.iter().map(|c| (c.id, c.p))
+    }
+
+    /// What the buffers can hold without growing.
+    pub(super) fn reserved(&self) -> [usize; 3] {
+        [self.window.capacity(), self.sorted.capacity(), self.candidates.capacity()]
     }
 }
 

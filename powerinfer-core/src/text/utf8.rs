@@ -128,7 +128,11 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(512) })]
+        #![proptest_config(ProptestConfig {
+            failure_persistence: None,
+            rng_seed: proptest::test_runner::RngSeed::Fixed(2),
+            ..ProptestConfig::with_cases(512)
+        })]
 
         #[test]
         fn any_split_gives_the_lossy_text_of_all_bytes(
@@ -138,7 +142,7 @@ mod tests {
             let mut stream = Utf8Stream::new();
             let mut text = String::new();
             let (mut rest, mut cuts) = (bytes.as_slice(), cuts.into_iter().cycle());
-            // A split length of 0 is a token without bytes; the +1 every other step makes progress.
+            // A piece of length 0 is a token without bytes; the single byte after each makes progress.
             while !rest.is_empty() {
                 let n = cuts.next().unwrap().min(rest.len());
                 text.push_str(stream.push(&rest[..n]));

@@ -1,0 +1,90 @@
+//! Ids of hard strings, recorded from other engines.
+//!
+//! The vocabularies are not part of this repository. The environment variable `POWERINFER_SHARED` names a folder
+//! that holds them, with `golden/` and `models/`; without it these tests say so and pass.
+
+use super::vocab_file;
+use crate::tokenizer::{Encode, Tokenizer, TokenizerOptions};
+use serde_json::Value;
+use std::path::PathBuf;
+
+fn shared() -> Option<PathBuf> {
+    let folder = std::env::var_os("POWERINFER_SHARED").map(PathBuf::from);
+    if folder.is_none() {
+        println!("skipped: POWERINFER_SHARED names no folder with recorded vocabularies");
+    }
+    folder
+}
+
+fn bytes_of_hex(hex: &str) -> Vec<u8> {
+    (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).expect("hex")).collect()
+}
+
+/// The ids to expect: llama.cpp's where they differ from the original engine's.
+fn expected(case: &Value, key: &str) -> Option<Vec<u64>> {
+    let ids = case.get(format!("{key}_llamacpp")).unwrap_or(&case[key]);
+    Some(ids.as_array()?.iter().map(|id| id.as_u64().expect("an id")).collect())
+}
+
+fn check(ids_file: &str, vocab_file: &str) {
+    let Some(folder) = shared() else { return };
+    let (source, _) = vocab_file::read(&folder.join(vocab_file));
+    let tokenizer = Tokenizer::new(&source, TokenizerOptions::default()).expect("a good vocabulary");
+    let text = std::fs::read_to_string(folder.join(ids_file)).expect("the recorded ids");
+    let recorded: Value = serde_json::from_str(&text).expect("JSON");
+    let mut wrong = Vec::new();
+    let (mut n_compared, mut n_without_ids) = (0, 0);
+    for case in recorded["cases"].as_array().expect("cases") {
+        let bytes = bytes_of_hex(case["hex"].as_str().expect("hex"));
+        for (key, parse_special) in [("ids", false), ("ids_special", true)] {
+            let Some(expected) = expected(case, key) else {
+                n_without_ids += 1;
+                continue;
+            };
+            let how = Encode { add_special: false, parse_special };
+            let ids = tokenizer.encode(&bytes, how).expect("a short text");
+            let got: Vec<u64> = ids.iter().map(|id| u64::from(id.0)).collect();
+            n_compared += 1;
+            if got != expected {
+                wrong.push(format!(
+                    "{key} of {:?}: {got:?}, not {expected:?}",
+                    String::from_utf8_lossy(&bytes)
+                ));
+            }
+            let decoded = tokenizer.decode(&ids, true).expect("ids from the vocabulary");
+            // SentencePiece writes a space as U+2581, so that character itself comes back as a space.
+            let comes_back = std::str::from_utf8(&bytes).is_ok_and(|text| !text.contains('\u{2581}'));
+            if comes_back && !parse_special && decoded != bytes {
+                wrong.push(format!("decoded {:?}", String::from_utf8_lossy(&decoded)));
+            }
+        }
+    }
+    println!("{ids_file}: {n_compared} compared, {n_without_ids} without recorded ids");
+    assert!(wrong.is_empty(), "{} wrong:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(n_compared + n_without_ids == 162, "81 texts, each in two ways");
+}
+
+#[test]
+fn llama() {
+    check("golden/vocab/tokenizer-llama.json", "golden/vocab/ggml-vocab-llama.gguf");
+}
+
+#[test]
+fn falcon() {
+    check("golden/vocab/tokenizer-falcon.json", "golden/vocab/ggml-vocab-falcon.gguf");
+}
+
+#[test]
+fn gpt_neox() {
+    check("golden/vocab/tokenizer-gpt-neox.json", "golden/vocab/ggml-vocab-gpt-neox.gguf");
+}
+
+#[test]
+fn starcoder() {
+    check("golden/vocab/tokenizer-starcoder.json", "golden/vocab/ggml-vocab-starcoder.gguf");
+}
+
+#[test]
+fn smollm2() {
+    check("golden/tokenizer-smollm2.json", "models/relu-smol/relu-smol-135m-q8_0.gguf");
+}

@@ -1,0 +1,4 @@
+//! Tests over whole vocabularies.
+
+mod golden;
+pub(crate) mod vocab_file;

@@ -1,0 +1,243 @@
+//! Files that make a model and files that do not: each refusal names the key or tensor and the rule.
+
+mod support;
+
+use powerinfer_core::{LoadError, LoadOptions, Model, NoteLevel, SessionOptions};
+use powerinfer_gguf::{Magic, Value};
+use powerinfer_sparse_ops::{Activation, ActiveMode, ShapeError, TokenId};
+use support::{N_EMBD, N_FF, N_LAYER, N_VOCAB, TinyFile};
+
+fn logits(model: &Model) -> Vec<f32> {
+    let mut session = model.session(&SessionOptions::default()).unwrap();
+    session.prefill(&[1, 40, 270, 99].map(TokenId)).unwrap().to_vec()
+}
+
+fn notes(model: &Model) -> String {
+    model.notes().iter().map(|(_, line)| format!("{line}\n")).collect()
+}
+
+#[test]
+fn numbers_that_make_no_model_are_refused_by_key_and_rule() {
+    for (key, value, rule) in [
+        ("llama.attention.head_count", Value::from(0u32), "1..="),
+        ("llama.attention.head_count", Value::from(5u32), "divide the width 64"),
+        ("llama.attention.head_count_kv", Value::from(3u32), "divide the 4 heads"),
+        ("llama.attention.head_count_kv", Value::from(0u32), "1..="),
+        ("llama.block_count", Value::from(0u32), "1..="),
+        ("llama.block_count", Value::from(100_000u32), "1..=4096"),
+        ("llama.rope.dimension_count", Value::from(7u32), "even"),
+        ("llama.rope.dimension_count", Value::from(18u32), "2..=16"),
+        ("llama.rope.freq_base", Value::from(0.0f32), "over 1"),
+        ("llama.rope.scaling.type", Value::from("longrope"), "none, linear or yarn"),
+        ("llama.rope.scaling.factor", Value::from(-2.0f32), "over 0"),
+        ("llama.attention.layer_norm_rms_epsilon", Value::from(0.0f32), "over 0"),
+        ("llama.attention.layer_norm_rms_epsilon", Value::from(f32::NAN), "finite"),
+        ("llama.embedding_length", Value::from(0u32), "1..="),
+        ("llama.context_length", Value::from(0u32), "1..="),
+        ("llama.feed_forward_length", Value::from(vec![96u32, 96]), "1 or 12 entries"),
+        ("llama.attention.head_count", Value::from(vec![4u32, 2]), "same one for every layer"),
+        ("llama.hidden_act", Value::from("swiglu"), "relu, silu or gelu"),
+    ] {
+        let error = TinyFile::dense().set(key, value).error();
+        match &error {
+            LoadError::BadValue { key: k, rule: r, .. } => {
+                assert!(k == key && r.contains(rule), "{key}: {error}");
+            }
+            other => panic!("{key}: {other:?}"),
+        }
+        assert!(error.to_string().contains(key), "{error}");
+    }
+}
+
+#[test]
+fn a_key_of_another_type_is_refused_and_a_missing_one_is_named() {
+    let error = TinyFile::dense().set("llama.block_count", "twelve").error();
+    assert!(
+        matches!(error, LoadError::File(_)) && error.to_string().contains("llama.block_count"),
+        "{error}"
+    );
+    let error = TinyFile::dense().remove("llama.attention.layer_norm_rms_epsilon").error();
+    assert!(error.to_string().contains("llama.attention.layer_norm_rms_epsilon"), "{error}");
+    assert!(matches!(error, LoadError::MissingKey { .. }));
+    let error = TinyFile::dense().remove("general.architecture").error();
+    assert!(error.to_string().contains("general.architecture"), "{error}");
+}
+
+#[test]
+fn one_number_and_a_list_of_it_are_the_same_model() {
+    let want = logits(&TinyFile::dense().load().unwrap());
+    let mut file = TinyFile::dense();
+    file.set("llama.feed_forward_length", vec![N_FF as u32; N_LAYER]);
+    file.set("llama.attention.head_count_kv", vec![2u32; N_LAYER]);
+    assert_eq!(logits(&file.load().unwrap()), want);
+}
+
+#[test]
+fn an_unknown_architecture_is_named_with_the_list_of_known_ones() {
+    let error = TinyFile::dense().set("general.architecture", "mamba").error();
+    assert!(matches!(&error, LoadError::UnsupportedArch { arch, .. } if arch == "mamba"));
+    assert!(error.to_string().contains("llama, bamboo, falcon, opt"), "{error}");
+}
+
+#[test]
+fn a_missing_tensor_is_called_missing_and_not_truncated() {
+    for name in ["blk.3.ffn_up.weight", "blk.11.attn_norm.weight", "output_norm.weight", "token_embd.weight"]
+    {
+        let error = TinyFile::dense().remove_tensor(name).error();
+        assert!(matches!(&error, LoadError::MissingTensor { tensor, .. } if tensor == name), "{error}");
+    }
+}
+
+#[test]
+fn a_tied_output_equals_an_explicit_copy() {
+    let mut file = TinyFile::dense();
+    let embedding = file.values("token_embd.weight");
+    file.tensor("output.weight", &[N_EMBD, N_VOCAB], embedding);
+    let copy = logits(&file.load().unwrap());
+    let tied = file.remove_tensor("output.weight").load().unwrap();
+    assert_eq!(logits(&tied), copy);
+    assert!(notes(&tied).contains("output tied"));
+}
+
+#[test]
+fn tensors_of_another_shape_are_refused() {
+    let n = N_EMBD;
+    for (name, dims) in [
+        ("blk.2.ffn_up.weight", [n, N_FF + 1]),
+        ("blk.2.ffn_down.weight", [N_FF + 1, n]),
+        ("blk.0.attn_k.weight", [n, n]),
+        ("output.weight", [n, N_VOCAB + 1]),
+    ] {
+        let values = vec![0.0; dims[0] * dims[1]];
+        let error = TinyFile::dense().tensor(name, &dims, values).error();
+        let text = error.to_string();
+        assert!(text.contains(name) && text.contains(&format!("{dims:?}")), "{text}");
+    }
+    let error = TinyFile::dense().tensor("blk.1.attn_norm.weight", &[n + 1], vec![1.0; n + 1]).error();
+    assert!(matches!(error, LoadError::Shape(ShapeError::Shape { .. })), "{error}");
+    // 299 rows for 300 tokens.
+    let error = TinyFile::dense().tensor("token_embd.weight", &[n, 299], vec![0.0; n * 299]).error();
+    assert!(matches!(error, LoadError::VocabularySize { n_tokens: 300, n_rows: 299 }), "{error}");
+}
+
+#[test]
+fn vocabulary_faults_are_vocabulary_errors() {
+    for (key, value) in [
+        ("tokenizer.ggml.scores", Value::from(vec![0.5f32; N_VOCAB - 1])),
+        ("tokenizer.ggml.token_type", Value::from(vec![1i32; 7])),
+        ("tokenizer.ggml.bos_token_id", Value::from(N_VOCAB as u32)),
+        ("tokenizer.ggml.model", Value::from("unigram-ish")),
+    ] {
+        let error = TinyFile::dense().set(key, value).error();
+        assert!(matches!(error, LoadError::Tokenizer(_)), "{key}: {error}");
+    }
+    // The right count in another type is a type error of the key.
+    let error = TinyFile::dense().set("tokenizer.ggml.scores", vec![1u8; N_VOCAB]).error();
+    assert!(error.to_string().contains("tokenizer.ggml.scores"), "{error}");
+}
+
+#[test]
+fn the_activation_follows_the_key_and_the_rule_is_noted() {
+    let with = |act: Option<&str>| {
+        let mut file = TinyFile::dense();
+        match act {
+            Some(act) => file.set("llama.hidden_act", act),
+            None => file.remove("llama.hidden_act"),
+        };
+        file.load().unwrap()
+    };
+    let (relu, silu, none) = (with(Some("relu")), with(Some("silu")), with(None));
+    assert_ne!(logits(&relu), logits(&silu));
+    assert_eq!(logits(&silu), logits(&none), "a dense llama file without the key means SiLU");
+    assert!(notes(&relu).contains("activation relu (key `llama.hidden_act`)"), "{}", notes(&relu));
+    assert!(notes(&none).contains("activation silu (default of `llama`"), "{}", notes(&none));
+    assert_eq!(relu.default_mode(), ActiveMode::Exact);
+    assert_eq!(silu.default_mode(), ActiveMode::Dense);
+
+    let options = LoadOptions { activation: Some(Activation::Relu), ..LoadOptions::default() };
+    let mut file = TinyFile::dense();
+    let forced = file.set("llama.hidden_act", "silu").load_with(&options).unwrap();
+    assert_eq!(logits(&forced), logits(&relu));
+}
+
+#[test]
+fn a_file_that_is_relu_by_name_only_is_not_guessed() {
+    let mut file = TinyFile::dense();
+    let error = file.remove("llama.hidden_act").set("general.name", "ReluLLaMA-7B").error();
+    assert!(matches!(error, LoadError::ActivationUnclear { .. }), "{error}");
+    let options = LoadOptions { activation: Some(Activation::Relu), ..LoadOptions::default() };
+    assert!(file.load_with(&options).is_ok());
+}
+
+#[test]
+fn a_sparse_file_with_silu_is_refused() {
+    let error = TinyFile::sparse().set("llama.hidden_act", "silu").error();
+    assert!(matches!(error, LoadError::SparseActivation { activation: "silu" }), "{error}");
+}
+
+#[test]
+fn sparse_and_dense_files_of_the_same_weights_compute_the_same_exactly() {
+    let sparse = TinyFile::sparse().load().unwrap();
+    assert_eq!(sparse.default_mode(), ActiveMode::Predictor);
+    let exact = |model: &Model, mode| {
+        let options = SessionOptions { mode: Some(mode), ..SessionOptions::default() };
+        let mut session = model.session(&options).unwrap();
+        session.prefill(&[1, 40, 270, 99].map(TokenId)).unwrap().to_vec()
+    };
+    let dense = TinyFile::dense().load().unwrap();
+    let want = exact(&dense, ActiveMode::Dense);
+    for (model, mode) in
+        [(&dense, ActiveMode::Exact), (&sparse, ActiveMode::Exact), (&sparse, ActiveMode::Dense)]
+    {
+        assert_eq!(exact(model, mode), want, "{mode:?}");
+    }
+    assert_ne!(exact(&sparse, ActiveMode::Predictor), want, "these predictors leave neurons out");
+}
+
+#[test]
+fn a_predictor_missing_in_one_layer_is_an_error_or_a_noted_fallback() {
+    let mut file = TinyFile::sparse();
+    file.remove_tensor("blk.5.fc1.weight").remove_tensor("blk.5.fc2.weight");
+    let error = file.error();
+    assert!(error.to_string().contains("blk.5.fc1.weight"), "{error}");
+    let options = LoadOptions { allow_missing_predictors: true, ..LoadOptions::default() };
+    let model = file.load_with(&options).unwrap();
+    let warning = model.notes().iter().find(|(level, _)| *level == NoteLevel::Warning).unwrap();
+    assert!(warning.1.contains("no predictor in layers 5"), "{}", warning.1);
+    // Half a predictor is never a fallback.
+    let error = TinyFile::sparse().remove_tensor("blk.5.fc2.weight").load_with(&options).unwrap_err();
+    assert!(error.to_string().contains("blk.5.fc2.weight"), "{error}");
+}
+
+#[test]
+fn a_predictor_of_another_width_is_refused() {
+    let error =
+        TinyFile::sparse().tensor("blk.7.fc2.weight", &[8, N_FF + 4], vec![0.0; 8 * (N_FF + 4)]).error();
+    assert!(error.to_string().contains("blk.7.fc2.weight"), "{error}");
+}
+
+#[test]
+fn predictor_mode_without_predictors_is_refused() {
+    let options = LoadOptions { mode: Some(ActiveMode::Predictor), ..LoadOptions::default() };
+    let error = TinyFile::dense().load_with(&options).unwrap_err();
+    assert!(matches!(error, LoadError::NoPredictors), "{error}");
+    let model = TinyFile::dense().load().unwrap();
+    let options = SessionOptions { mode: Some(ActiveMode::Predictor), ..SessionOptions::default() };
+    assert!(model.session(&options).is_err());
+}
+
+#[test]
+fn the_magic_alone_tells_sparse_from_dense() {
+    let mut file = TinyFile::dense();
+    file.magic = Magic::Pwri;
+    let error = file.error();
+    assert!(error.to_string().contains("ffn_down_t") && error.to_string().contains("PWRI"), "{error}");
+}
+
+#[test]
+fn tensors_that_nothing_uses_are_noted() {
+    let mut file = TinyFile::dense();
+    file.tensor("blk.0.extra.weight", &[4], vec![0.0; 4]);
+    let text = notes(&file.load().unwrap());
+    assert!(text.contains("1 tensors of the file are not used, such as `blk.0.extra.weight`"), "{text}");
+}

@@ -1,0 +1,474 @@
+//! [`CpuBackend`]: the operators of the trait, on the pool.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use powerinfer_sparse_ops::{
+    ActiveMode, BackendError, BackendInfo, BlockKind, DensePart, DownWeights, EmbeddingWeights, FfnInput,
+    FfnWeights, HeadWeights, HybridBackend, LayerId, LayerWeights, Linear, ModelSpec, NeuronSet,
+    PredictorWeights, SeqId, ShapeError, Step, StepCost, Ticket, WeightMatrix, WeightType,
+};
+
+use crate::attention::{KvCache, KvCaches, KvType, attention};
+use crate::ffn::{FfnScratch, LayerFfn, ffn};
+use crate::input::{Forms, Input, InputBuffers};
+use crate::kernel::{AXPY_TYPES, TILE, dot_rows};
+use crate::level::CpuLevel;
+use crate::matmul::matmul;
+use crate::ops::{add, norm, rope_table, rotate};
+use crate::pool::{Pool, default_threads};
+
+/// Name in messages and summaries.
+const NAME: &str = "cpu";
+
+/// How a [`CpuBackend`] is to run.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CpuOptions {
+    /// Threads that compute, the caller included; 0 for [`default_threads`].
+    pub threads: usize,
+    /// Instruction set; `None` for the best of this CPU.
+    pub level: Option<CpuLevel>,
+    /// How keys and values are kept.
+    pub kv_type: KvType,
+}
+
+/// Computes on the CPU, on weights where they lie: matrices are held, not copied.
+///
+/// Dot products with F32, F16 and BF16 weights take the f32 vector as it is; with Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and
+/// IQ4_NL weights it is rounded to 8 bits in blocks of 32, with Q4_K, Q5_K and Q6_K weights in blocks of 256. Other types are
+/// decoded. Hidden values that meet a down projection by neuron are never rounded.
+///
+/// The bits of a result depend on the [`CpuLevel`], the weights and the inputs of that row; neither on the number of
+/// threads nor on the other rows of a step.
+#[derive(Debug)]
+pub struct CpuBackend {
+    spec: Arc<ModelSpec>,
+    level: CpuLevel,
+    kv_type: KvType,
+    pool: Pool,
+    embedding: Option<EmbeddingWeights>,
+    layers: Vec<Layer>,
+    head: Option<HeadWeights>,
+    caches: KvCaches,
+    max_rows: usize,
+    /// Rows of the current step.
+    n_rows: usize,
+    scratch: Scratch,
+    next_slot: u32,
+    cost: StepCost,
+}
+
+#[derive(Debug, Default)]
+struct Layer {
+    dense: Option<Box<LayerWeights>>,
+    ffn: Option<LayerFfn>,
+    predictor: Option<PredictorWeights>,
+}
+
+/// Buffers of a step, for `max_rows` rows.
+#[derive(Debug, Default)]
+struct Scratch {
+    /// Residual stream, `[n_rows, n_embd]`.
+    h: Vec<f32>,
+    /// Normed copy of it, or what is added to it, `[n_rows, n_embd]`.
+    x: Vec<f32>,
+    /// `[n_rows, q_dim]`.
+    q: Vec<f32>,
+    /// `[n_rows, kv_dim]`.
+    k: Vec<f32>,
+    /// `[n_rows, kv_dim]`.
+    v: Vec<f32>,
+    /// Mixed values, `[n_rows, q_dim]`.
+    mixed: Vec<f32>,
+    /// Rotation of each row, `[n_rows, n_rot / 2]`.
+    rope: Vec<(f32, f32)>,
+    /// One row of a position table, `[n_embd]`.
+    position: Vec<f32>,
+    /// Inner values of a predictor, `[n_rows, rank]`.
+    inner: Vec<f32>,
+    inputs: InputBuffers,
+    ffn: FfnScratch,
+    /// Partial sums between start and finish; two, so that the next layer may start before the last is finished.
+    partial: [Partial; 2],
+}
+
+/// A partial sum and the ticket it waits for.
+#[derive(Debug, Default)]
+struct Partial {
+    slot: Option<u32>,
+    /// `[n_rows, n_embd]`.
+    sum: Vec<f32>,
+}
+
+impl CpuBackend {
+    /// A backend for models of this shape, holding nothing yet.
+    ///
+    /// # Errors
+    /// [`BackendError::Unavailable`] if the system refuses to start the threads.
+    pub fn new(spec: Arc<ModelSpec>, options: CpuOptions) -> Result<Self, BackendError> {
+        let threads = if options.threads == 0 { default_threads() } else { options.threads };
+        let pool = Pool::try_new(threads).map_err(|error| BackendError::Unavailable {
+            backend: NAME.into(),
+            reason: format!("{threads} threads could not be started: {error}"),
+        })?;
+        Ok(Self {
+            level: options.level.unwrap_or_else(CpuLevel::detect),
+            kv_type: options.kv_type,
+            pool,
+            embedding: None,
+            layers: (0..spec.n_layer).map(|_| Layer::default()).collect(),
+            head: None,
+            caches: KvCaches::default(),
+            max_rows: 0,
+            n_rows: 0,
+            scratch: Scratch::default(),
+            next_slot: 0,
+            cost: StepCost::default(),
+            spec,
+        })
+    }
+
+    /// The instruction set in use.
+    pub fn level(&self) -> CpuLevel {
+        self.level
+    }
+
+    /// Makes every buffer large enough for steps of `max_rows` and for what has been loaded.
+    fn make_room(&mut self, max_rows: usize) {
+        let spec = &*self.spec;
+        self.max_rows = self.max_rows.max(max_rows);
+        let rows = self.max_rows;
+        let ffns = || self.layers.iter().filter_map(|l| l.ffn.as_ref());
+        let by_output = ffns().any(LayerFfn::is_by_output);
+        let by_neuron = ffns().any(|f| !f.is_by_output());
+        let ranks = self.layers.iter().filter_map(|l| l.predictor.as_ref()).map(|p| p.fc1.n_rows());
+        let rank = ranks.max().unwrap_or(0);
+        let hidden = if by_output { spec.max_n_ff() } else { 0 };
+        let s = &mut self.scratch;
+        let grow = |v: &mut Vec<f32>, n: usize| v.resize(v.len().max(n), 0.0);
+        grow(&mut s.h, rows * spec.n_embd);
+        grow(&mut s.x, rows * spec.n_embd);
+        grow(&mut s.q, rows * spec.q_dim());
+        grow(&mut s.k, rows * spec.kv_dim());
+        grow(&mut s.v, rows * spec.kv_dim());
+        grow(&mut s.mixed, rows * spec.q_dim());
+        grow(&mut s.position, spec.n_embd);
+        grow(&mut s.inner, rows * rank);
+        s.partial.iter_mut().for_each(|p| grow(&mut p.sum, rows * spec.n_embd));
+        let n_pairs = spec.rope.as_ref().map_or(0, |r| r.freqs.len());
+        s.rope.resize(s.rope.len().max(rows * n_pairs), (1.0, 0.0));
+        s.inputs.reserve(rows * spec.n_embd.max(spec.q_dim()).max(rank).max(hidden));
+        s.ffn.reserve(spec, rows, by_neuron, by_output);
+    }
+
+    /// For calls without a fitting `reserve`: they work, and allocate.
+    fn expect_rows(&mut self, n_rows: usize) {
+        if n_rows > self.max_rows {
+            self.make_room(n_rows);
+        }
+    }
+
+    fn check_type(
+        m: &WeightMatrix,
+        role: &'static str,
+        supported: &[WeightType],
+    ) -> Result<(), BackendError> {
+        if supported.contains(&m.ty()) {
+            return Ok(());
+        }
+        Err(BackendError::UnsupportedType {
+            backend: NAME.into(),
+            tensor: m.name().to_owned(),
+            ty: m.ty(),
+            role,
+            supported: supported.to_vec(),
+        })
+    }
+}
+
+fn dense(layers: &[Layer], layer: LayerId) -> &LayerWeights {
+    layers[layer.index()].dense.as_ref().expect("the dense part of every layer is loaded on home")
+}
+
+fn linear(pool: &mut Pool, level: CpuLevel, l: &Linear, x: &Input<'_>, out: &mut [f32]) {
+    matmul(pool, level, &l.weight, x, l.bias.as_deref(), out);
+}
+
+impl HybridBackend for CpuBackend {
+    fn info(&self) -> BackendInfo {
+        let kv = match self.kv_type {
+            KvType::F16 => "F16",
+            KvType::F32 => "F32",
+        };
+        BackendInfo {
+            name: NAME.into(),
+            description: format!("{}, {} threads, {kv} cache", self.level.name(), self.pool.n_threads()),
+            memory_bytes: None,
+        }
+    }
+
+    fn load_dense(&mut self, part: DensePart) -> Result<(), BackendError> {
+        part.check(&self.spec)?;
+        let check = |m: &WeightMatrix, role| Self::check_type(m, role, &WeightType::ALL);
+        match part {
+            DensePart::Embedding(w) => {
+                check(&w.token, "token embedding")?;
+                if let Some((table, _)) = &w.position {
+                    check(table, "position embedding")?;
+                }
+                self.embedding = Some(w);
+            }
+            DensePart::Layer(layer, w) => {
+                for l in [&w.q, &w.k, &w.v, &w.output] {
+                    check(&l.weight, "attention weight")?;
+                }
+                if self.spec.block == BlockKind::Sequential && w.ffn_norm.is_none() {
+                    return Err(BackendError::Shape(ShapeError::Shape {
+                        tensor: format!("blk.{layer}.ffn_norm.weight"),
+                        expected: vec![self.spec.n_embd],
+                        got: vec![],
+                    }));
+                }
+                self.layers[layer.index()].dense = Some(w);
+            }
+            DensePart::Head(w) => {
+                check(&w.output, "output matrix")?;
+                self.head = Some(w);
+            }
+        }
+        Ok(())
+    }
+
+    fn load_ffn(
+        &mut self,
+        layer: LayerId,
+        weights: FfnWeights,
+        owned: &NeuronSet,
+    ) -> Result<(), BackendError> {
+        weights.check(&self.spec, layer)?;
+        assert_eq!(owned.n_ff(), weights.n_ff(), "neurons of layer {layer}: owned set and weights");
+        if let Some(gate) = &weights.gate {
+            Self::check_type(gate, "FFN gate", &WeightType::ALL)?;
+        }
+        Self::check_type(&weights.up, "FFN up", &WeightType::ALL)?;
+        match &weights.down {
+            DownWeights::ByNeuron(m) => Self::check_type(m, "FFN down by neuron", &AXPY_TYPES)?,
+            DownWeights::ByOutput(m) => Self::check_type(m, "FFN down by output", &WeightType::ALL)?,
+        }
+        self.layers[layer.index()].ffn = Some(LayerFfn { weights, owned: owned.clone() });
+        self.make_room(0);
+        Ok(())
+    }
+
+    fn load_predictor(&mut self, layer: LayerId, weights: PredictorWeights) -> Result<(), BackendError> {
+        weights.check(&self.spec, layer)?;
+        Self::check_type(&weights.fc1, "predictor", &WeightType::ALL)?;
+        Self::check_type(&weights.fc2, "predictor", &WeightType::ALL)?;
+        self.layers[layer.index()].predictor = Some(weights);
+        self.make_room(0);
+        Ok(())
+    }
+
+    fn reserve(&mut self, seq: SeqId, kv_len: usize, max_rows: usize) -> Result<(), BackendError> {
+        let spec = &*self.spec;
+        let old = self.caches.get(seq);
+        if old.is_none_or(|old| old.kv_len() < kv_len) {
+            let n_bytes = KvCache::n_bytes(spec, self.kv_type, kv_len);
+            if !n_bytes.is_some_and(|n| Vec::<u8>::new().try_reserve_exact(n).is_ok()) {
+                return Err(BackendError::OutOfMemory {
+                    backend: NAME.into(),
+                    what: format!("keys and values of {kv_len} positions"),
+                    need_bytes: n_bytes.map_or(u64::MAX, |n| n as u64),
+                    have_bytes: memory_available().unwrap_or(0),
+                });
+            }
+            let mut cache = KvCache::new(spec, self.kv_type, kv_len);
+            if let Some(old) = old {
+                cache.copy_from(spec, old, 0..old.kv_len());
+            }
+            self.caches.insert(seq, cache);
+        }
+        self.make_room(max_rows);
+        Ok(())
+    }
+
+    fn kv_copy(&mut self, from: SeqId, to: SeqId, range: Range<u32>) {
+        self.caches.copy(&self.spec, from, to, range.start as usize..range.end as usize);
+    }
+
+    fn release(&mut self, seq: SeqId) {
+        self.caches.remove(seq);
+    }
+
+    fn embed(&mut self, step: &Step<'_>) {
+        self.expect_rows(step.rows.len());
+        self.n_rows = step.rows.len();
+        let tables = self.embedding.as_ref().expect("the embedding is loaded on home");
+        let Scratch { h, rope, position, .. } = &mut self.scratch;
+        for (row, h) in step.rows.iter().zip(h.chunks_exact_mut(self.spec.n_embd)) {
+            tables.token.decode_row(row.token.index(), h);
+            self.cost.weight_bytes += tables.token.row_bytes() as u64;
+            if let Some((table, first)) = &tables.position {
+                table.decode_row(row.pos as usize + first, position);
+                add(h, position);
+                self.cost.weight_bytes += table.row_bytes() as u64;
+            }
+        }
+        if let Some(rotation) = &self.spec.rope {
+            rope_table(rotation, step.rows, rope);
+        }
+    }
+
+    fn attend(&mut self, layer: LayerId, step: &Step<'_>) {
+        let (spec, level, pool, n) = (&*self.spec, self.level, &mut self.pool, step.rows.len());
+        assert_eq!(n, self.n_rows, "rows of the step");
+        let w = dense(&self.layers, layer);
+        let s = &mut self.scratch;
+        let h = &mut s.h[..n * spec.n_embd];
+        let x = &mut s.x[..n * spec.n_embd];
+        let (q, k, v) =
+            (&mut s.q[..n * spec.q_dim()], &mut s.k[..n * spec.kv_dim()], &mut s.v[..n * spec.kv_dim()]);
+        norm(pool, spec.norm, w.attn_norm_2.as_ref().unwrap_or(&w.attn_norm), h, x);
+        let forms = [&w.q, &w.k, &w.v]
+            .map(|l| Forms::of(l.weight.ty()))
+            .into_iter()
+            .fold(Forms::default(), Forms::and);
+        let input = s.inputs.prepare(pool, x, spec.n_embd, forms);
+        linear(pool, level, &w.q, &input, q);
+        linear(pool, level, &w.k, &input, k);
+        linear(pool, level, &w.v, &input, v);
+        if let Some(rope) = &spec.rope {
+            for (row, table) in s.rope.chunks_exact(rope.freqs.len()).take(n).enumerate() {
+                rotate(rope, spec.head_dim, table, &mut q[row * spec.q_dim()..][..spec.q_dim()]);
+                rotate(rope, spec.head_dim, table, &mut k[row * spec.kv_dim()..][..spec.kv_dim()]);
+            }
+        }
+        self.caches.write(spec, layer.index(), step.rows, k, v);
+        let mixed = &mut s.mixed[..n * spec.q_dim()];
+        attention(pool, level, spec, &self.caches, layer.index(), step.rows, q, mixed);
+        let input = s.inputs.prepare(pool, mixed, spec.q_dim(), Forms::of(w.output.weight.ty()));
+        linear(pool, level, &w.output, &input, x);
+        add(h, x);
+
+        let weight_bytes: usize = [&w.q, &w.k, &w.v, &w.output].iter().map(|l| l.weight.n_bytes()).sum();
+        self.cost.weight_bytes += weight_bytes as u64;
+        let position_bytes = (2 * spec.kv_dim() * self.kv_type.n_bytes()) as u64;
+        self.cost.kv_bytes += step.rows.iter().map(|r| (u64::from(r.pos) + 1) * position_bytes).sum::<u64>();
+    }
+
+    fn ffn_input(&mut self, layer: LayerId, step: &Step<'_>, out: &mut FfnInput) {
+        let (spec, level, pool, n) = (&*self.spec, self.level, &mut self.pool, self.n_rows);
+        let n_ff = spec.n_ff[layer.index()];
+        let h = &self.scratch.h[..n * spec.n_embd];
+        let w = dense(&self.layers, layer);
+        let ffn_norm = match spec.block {
+            BlockKind::Parallel => &w.attn_norm,
+            BlockKind::Sequential => {
+                w.ffn_norm.as_ref().expect("a sequential block has a norm before its FFN, checked at load")
+            }
+        };
+        out.mode = step.mode;
+        out.x.resize(n * spec.n_embd, 0.0);
+        norm(pool, spec.norm, ffn_norm, h, &mut out.x);
+        out.active.reset(n, n_ff);
+        let predictor = self.layers[layer.index()].predictor.as_ref();
+        let Some(p) = predictor.filter(|_| step.mode == ActiveMode::Predictor) else {
+            out.active.fill();
+            return;
+        };
+        // Both kinds of predictor input are the residual stream at the time of this call.
+        let rank = p.fc1.n_rows();
+        let inner = &mut self.scratch.inner[..n * rank];
+        let input = self.scratch.inputs.prepare(pool, h, spec.n_embd, Forms::of(p.fc1.ty()));
+        matmul(pool, level, &p.fc1, &input, None, inner);
+        inner.iter_mut().for_each(|v| *v = v.max(0.0));
+        let input = self.scratch.inputs.prepare(pool, inner, rank, Forms::of(p.fc2.ty()));
+        score(pool, level, p, &input, out);
+        let bytes = (p.fc1.n_bytes() + p.fc2.n_bytes()) as u64;
+        self.cost.predictor_bytes += bytes;
+        self.cost.weight_bytes += bytes;
+    }
+
+    fn ffn_start(&mut self, layer: LayerId, input: &FfnInput) -> Ticket {
+        let n_rows = input.active.n_rows();
+        let (n_embd, n_ff) = (self.spec.n_embd, self.spec.n_ff[layer.index()]);
+        assert_eq!(input.x.len(), n_rows * n_embd, "FFN input of layer {layer}: [{n_rows}, {n_embd}]");
+        assert_eq!(input.active.n_ff(), n_ff, "active set of layer {layer}");
+        self.expect_rows(n_rows);
+        let weights = self.layers[layer.index()].ffn.as_ref().expect("the layer's FFN is loaded");
+        let slot = self.next_slot;
+        self.next_slot = slot.wrapping_add(1);
+        let s = &mut self.scratch;
+        let partial = &mut s.partial[slot as usize % 2];
+        partial.slot = Some(slot);
+        let out = &mut partial.sum[..n_rows * n_embd];
+        self.cost +=
+            ffn(&mut self.pool, self.level, &self.spec, weights, input, &mut s.ffn, &mut s.inputs, out);
+        Ticket { layer, n_rows, slot }
+    }
+
+    fn ffn_finish(&mut self, ticket: Ticket, acc: &mut [f32]) {
+        let partial = &mut self.scratch.partial[ticket.slot as usize % 2];
+        assert_eq!(partial.slot.take(), Some(ticket.slot), "a ticket is finished once, where it was made");
+        add(acc, &partial.sum[..ticket.n_rows * self.spec.n_embd]);
+    }
+
+    fn ffn_add(&mut self, layer: LayerId, acc: &[f32]) {
+        let n_embd = self.spec.n_embd;
+        let h = &mut self.scratch.h[..self.n_rows * n_embd];
+        add(h, acc);
+        if let Some(bias) = &dense(&self.layers, layer).ffn_down_bias {
+            h.chunks_exact_mut(n_embd).for_each(|row| add(row, bias));
+        }
+    }
+
+    fn head(&mut self, rows: Range<usize>, logits: &mut [f32]) {
+        let (spec, n) = (&*self.spec, rows.len());
+        assert_eq!(logits.len(), n * spec.n_vocab, "logits [{n}, {}]", spec.n_vocab);
+        if n == 0 {
+            return;
+        }
+        let w = self.head.as_ref().expect("the head is loaded on home");
+        let s = &mut self.scratch;
+        let x = &mut s.x[..n * spec.n_embd];
+        norm(&mut self.pool, spec.norm, &w.norm, &s.h[rows.start * spec.n_embd..rows.end * spec.n_embd], x);
+        let input = s.inputs.prepare(&mut self.pool, x, spec.n_embd, Forms::of(w.output.ty()));
+        matmul(&mut self.pool, self.level, &w.output, &input, None, logits);
+        self.cost.weight_bytes += w.output.n_bytes() as u64;
+    }
+
+    fn hidden(&self, out: &mut [f32]) {
+        out.copy_from_slice(&self.scratch.h[..self.n_rows * self.spec.n_embd]);
+    }
+
+    fn take_cost(&mut self) -> StepCost {
+        std::mem::take(&mut self.cost)
+    }
+}
+
+/// Puts the neurons whose score is not below the threshold into the active sets.
+fn score(pool: &mut Pool, level: CpuLevel, p: &PredictorWeights, inner: &Input<'_>, out: &mut FfnInput) {
+    let (n_ff, n_words) = (out.active.n_ff(), out.active.words_per_row());
+    pool.run_columns(out.active.words_mut(), n_words, 1, |word, column| {
+        for neuron in word * 64..n_ff.min((word + 1) * 64) {
+            for start in (0..column.n_rows()).step_by(TILE) {
+                let rows: [usize; TILE] = std::array::from_fn(|t| start + t);
+                let n = TILE.min(column.n_rows() - start);
+                let mut scores = [0.0; TILE];
+                dot_rows(level, p.fc2.ty(), p.fc2.row(neuron), inner, &rows[..n], &mut scores[..n]);
+                for (row, score) in rows[..n].iter().zip(scores) {
+                    // NaN counts as active.
+                    let inactive = score < p.threshold;
+                    column.row(*row)[0] |= u64::from(!inactive) << (neuron % 64);
+                }
+            }
+        }
+    });
+}
+
+/// Free memory of the machine, where the system tells.
+fn memory_available() -> Option<u64> {
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = info.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
+}

@@ -1,0 +1,399 @@
+//! The FFN: neurons in blocks of 32, gate before up before down.
+//!
+//! **Down by neuron.** Block `b` belongs to chunk `b mod 32`, whatever the number of threads. A chunk adds its
+//! neurons in ascending order into a sum of its own, and the sums of the chunks are added in order, so the bits
+//! depend on the neurons alone. A neuron whose hidden value is zero adds zero, so leaving it out changes nothing.
+//!
+//! **Down by output.** The hidden vector of all neurons is completed first and goes through an ordinary product.
+//!
+//! A batch goes through in tiles of 16 rows, each row as if it were alone.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+
+use powerinfer_sparse_ops::{
+    ActiveMode, DownWeights, FfnInput, FfnWeights, Gating, ModelSpec, NeuronSet, StepCost, WeightMatrix,
+};
+
+use crate::input::{Forms, Input, InputBuffers};
+use crate::kernel::{AXPY_ROWS, axpy, dot_rows};
+use crate::level::CpuLevel;
+use crate::matmul::matmul;
+use crate::ops::add;
+use crate::pool::Pool;
+
+/// Neurons of a block: half a word of the active sets.
+const BLOCK: usize = 32;
+
+/// Chunks that neurons are dealt out to. Enough that 12 or 24 threads get nearly equal shares, few enough that
+/// adding up the sums is small beside the weights (32 · 16 KiB for 4096 wide models).
+const CHUNKS: usize = 32;
+
+/// Rows of a tile: the sums of a chunk, 16 · 16 KiB for 4096 wide models, stay in the second level cache.
+const TILE_ROWS: usize = 16;
+
+/// Columns of a piece when the sums of the chunks are added.
+const REDUCE_COLUMNS: usize = 512;
+
+const GATE: u8 = 1;
+const UP: u8 = 2;
+const DOWN: u8 = 4;
+
+/// The neurons of one layer that are held.
+#[derive(Debug)]
+pub(crate) struct LayerFfn {
+    pub(crate) weights: FfnWeights,
+    pub(crate) owned: NeuronSet,
+}
+
+impl LayerFfn {
+    pub(crate) fn is_by_output(&self) -> bool {
+        matches!(self.weights.down, DownWeights::ByOutput(_))
+    }
+}
+
+/// Room for one layer at a time.
+#[derive(Debug, Default)]
+pub(crate) struct FfnScratch {
+    /// Sums of the chunks, `[CHUNKS, TILE_ROWS, n_embd]`.
+    sums: Vec<f32>,
+    /// Hidden vectors, `[n_rows, n_ff]`; only for down by output.
+    hidden: Vec<f32>,
+    /// For each neuron, which of its rows were read in this step.
+    read: Vec<AtomicU8>,
+}
+
+impl FfnScratch {
+    /// Makes room for batches of `max_rows`.
+    pub(crate) fn reserve(&mut self, spec: &ModelSpec, max_rows: usize, by_neuron: bool, by_output: bool) {
+        let grow = |v: &mut Vec<f32>, n: usize| v.resize(v.len().max(n), 0.0);
+        if by_neuron {
+            grow(&mut self.sums, CHUNKS * TILE_ROWS.min(max_rows) * spec.n_embd);
+        }
+        if by_output {
+            grow(&mut self.hidden, max_rows * spec.max_n_ff());
+        }
+        self.read.resize_with(spec.max_n_ff(), AtomicU8::default);
+    }
+}
+
+/// What is the same for a whole layer.
+struct LayerStep<'a> {
+    spec: &'a ModelSpec,
+    level: CpuLevel,
+    layer: &'a LayerFfn,
+    input: &'a FfnInput,
+    x: Input<'a>,
+    /// Whether a zero gate ends the neuron.
+    skip: bool,
+    read: &'a [AtomicU8],
+    counts: &'a Counts,
+}
+
+/// Sums over chunks; integers, so their order does not matter.
+#[derive(Debug, Default)]
+struct Counts {
+    gate: AtomicU64,
+    up: AtomicU64,
+    down: AtomicU64,
+    active: AtomicU64,
+    fired: AtomicU64,
+}
+
+fn count(counter: &AtomicU64, n: usize) {
+    counter.fetch_add(n as u64, Ordering::Relaxed);
+}
+
+/// Hidden values of a block of neurons, a row for each row of a tile.
+type Hidden = [[f32; BLOCK]; TILE_ROWS];
+
+/// Writes the sums over owned and active neurons to `out`.
+///
+/// # Shapes
+/// `input.x, out [n_rows, n_embd]`.
+pub(crate) fn ffn(
+    pool: &mut Pool,
+    level: CpuLevel,
+    spec: &ModelSpec,
+    layer: &LayerFfn,
+    input: &FfnInput,
+    scratch: &mut FfnScratch,
+    buffers: &mut InputBuffers,
+    out: &mut [f32],
+) -> StepCost {
+    let n_rows = input.active.n_rows();
+    if layer.owned.is_empty() || n_rows == 0 {
+        out.fill(0.0);
+        return StepCost::default();
+    }
+    let FfnScratch { sums, hidden, read } = scratch;
+    let w = &layer.weights;
+    let n_ff = w.n_ff();
+    read[..n_ff].iter_mut().for_each(|r| *r.get_mut() = 0);
+    let forms =
+        w.gate.as_ref().map_or(Forms::default(), |gate| Forms::of(gate.ty())).and(Forms::of(w.up.ty()));
+    let counts = Counts::default();
+    let step = LayerStep {
+        spec,
+        level,
+        layer,
+        input,
+        x: buffers.prepare(pool, &input.x, spec.n_embd, forms),
+        skip: input.mode != ActiveMode::Dense && spec.activation.has_exact_zeros(),
+        read: &read[..n_ff],
+        counts: &counts,
+    };
+    let mut whole_bytes = 0;
+    match &w.down {
+        DownWeights::ByNeuron(down) => {
+            for start in (0..n_rows).step_by(TILE_ROWS) {
+                let rows = start..n_rows.min(start + TILE_ROWS);
+                let out = &mut out[start * spec.n_embd..rows.end * spec.n_embd];
+                step.tile_by_neuron(pool, down, rows, sums, out);
+            }
+        }
+        DownWeights::ByOutput(down) => {
+            let hidden = &mut hidden[..n_rows * n_ff];
+            step.hidden(pool, hidden);
+            let hidden = buffers.prepare(pool, hidden, n_ff, Forms::of(down.ty()));
+            matmul(pool, level, down, &hidden, None, out);
+            whole_bytes = down.n_bytes();
+            count(&counts.down, n_rows * layer.owned.len());
+        }
+    }
+    let rows_read = |row: u8| read[..n_ff].iter().filter(|r| r.load(Ordering::Relaxed) & row != 0).count();
+    let weight_bytes = rows_read(GATE) * w.gate.as_ref().map_or(0, WeightMatrix::row_bytes)
+        + rows_read(UP) * w.up.row_bytes()
+        + rows_read(DOWN) * w.down.matrix().row_bytes()
+        + whole_bytes;
+    StepCost {
+        weight_bytes: weight_bytes as u64,
+        gate_rows: counts.gate.into_inner(),
+        up_rows: counts.up.into_inner(),
+        down_rows: counts.down.into_inner(),
+        active_neurons: counts.active.into_inner(),
+        fired_neurons: counts.fired.into_inner(),
+        owned_neurons: (n_rows * layer.owned.len()) as u64,
+        ..StepCost::default()
+    }
+}
+
+impl LayerStep<'_> {
+    /// Completes the hidden vectors, zero where a neuron is not owned, not active or silent.
+    fn hidden(&self, pool: &mut Pool, hidden: &mut [f32]) {
+        let n_ff = self.layer.weights.n_ff();
+        pool.run_columns(hidden, n_ff, BLOCK, |block, columns| {
+            let n_rows = columns.n_rows();
+            for start in (0..n_rows).step_by(TILE_ROWS) {
+                let rows = start..n_rows.min(start + TILE_ROWS);
+                let values = self.block(block, rows.clone(), &self.wanted(block, rows.clone()));
+                for (row, values) in rows.zip(&values) {
+                    let out = columns.row(row);
+                    out.copy_from_slice(&values[..out.len()]);
+                }
+            }
+        });
+    }
+
+    /// A tile of rows with down by neuron.
+    fn tile_by_neuron(
+        &self,
+        pool: &mut Pool,
+        down: &WeightMatrix,
+        rows: Range<usize>,
+        sums: &mut [f32],
+        out: &mut [f32],
+    ) {
+        let n_blocks = down.n_rows().div_ceil(BLOCK);
+        let n_chunks = CHUNKS.min(n_blocks);
+        let sums = &mut sums[..n_chunks * out.len()];
+        pool.run_pieces(sums, out.len(), |chunk, sum| {
+            sum.fill(0.0);
+            for block in (chunk..n_blocks).step_by(CHUNKS) {
+                let wanted = self.wanted(block, rows.clone());
+                if wanted.iter().all(|&w| w == 0) {
+                    continue;
+                }
+                let hidden = self.block(block, rows.clone(), &wanted);
+                self.add_down(block, down, &wanted, &hidden, sum);
+            }
+        });
+        let (sums, n) = (&*sums, out.len());
+        pool.run_pieces(out, REDUCE_COLUMNS, |piece, out| {
+            let at = piece * REDUCE_COLUMNS;
+            out.copy_from_slice(&sums[at..at + out.len()]);
+            for chunk in 1..n_chunks {
+                add(out, &sums[chunk * n + at..][..out.len()]);
+            }
+        });
+    }
+
+    /// Which neurons of a block are owned and active, a bit each, for each row of a tile.
+    fn wanted(&self, block: usize, rows: Range<usize>) -> [u32; TILE_ROWS] {
+        let half = |words: &[u64]| (words[block / 2] >> (block % 2 * BLOCK)) as u32;
+        let owned = half(self.layer.owned.words());
+        let mut wanted = [0; TILE_ROWS];
+        for (wanted, row) in wanted.iter_mut().zip(rows) {
+            *wanted = owned & half(self.input.active.row(row));
+        }
+        wanted
+    }
+
+    /// Hidden values of the wanted neurons of a block; 0 for the others.
+    fn block(&self, block: usize, rows: Range<usize>, wanted: &[u32; TILE_ROWS]) -> Hidden {
+        let w = &self.layer.weights;
+        let mut hidden = [[0.0; BLOCK]; TILE_ROWS];
+        let (mut n_active, mut n_gate, mut n_up, mut n_fired) = (0, 0, 0, 0);
+        for bit in bits(wanted.iter().fold(0, |all, w| all | w)) {
+            let neuron = block * BLOCK + bit;
+            let mut batch =
+                Batch::new(rows.clone().zip(wanted).filter(|(_, w)| *w >> bit & 1 == 1).map(|(r, _)| r));
+            n_active += batch.n;
+            if let Some(gate) = &w.gate {
+                batch.dot(self.level, gate, neuron, &self.x);
+                n_gate += batch.n;
+                self.mark(neuron, GATE);
+                batch.keep_gates(|g| self.spec.activation.apply(g), self.skip);
+            }
+            if batch.n == 0 {
+                continue;
+            }
+            batch.dot(self.level, &w.up, neuron, &self.x);
+            n_up += batch.n;
+            self.mark(neuron, UP);
+            let bias = w.up_bias.as_ref().map(|b| b[neuron]);
+            for (row, up, gate) in batch.values() {
+                let up = bias.map_or(up, |b| up + b);
+                let value = match self.spec.gating {
+                    Gating::None => self.spec.activation.apply(up),
+                    Gating::Gate => gate * up,
+                    Gating::GateAndUp => gate * self.spec.activation.apply(up),
+                };
+                n_fired += usize::from(value != 0.0);
+                hidden[row - rows.start][bit] = value;
+            }
+        }
+        count(&self.counts.active, n_active);
+        count(&self.counts.gate, n_gate);
+        count(&self.counts.up, n_up);
+        count(&self.counts.fired, n_fired);
+        hidden
+    }
+
+    /// `sum += hidden · down rows` for a block of neurons, each row of the tile in ascending order of neurons.
+    fn add_down(
+        &self,
+        block: usize,
+        down: &WeightMatrix,
+        wanted: &[u32; TILE_ROWS],
+        hidden: &Hidden,
+        sum: &mut [f32],
+    ) {
+        let dense = self.input.mode == ActiveMode::Dense;
+        let mut n_down = 0;
+        for (row, sum) in sum.chunks_exact_mut(self.spec.n_embd).enumerate() {
+            let mut neurons = [0; BLOCK];
+            let mut n = 0;
+            for bit in bits(wanted[row]).filter(|&bit| dense || hidden[row][bit] != 0.0) {
+                neurons[n] = bit;
+                n += 1;
+                self.mark(block * BLOCK + bit, DOWN);
+            }
+            n_down += n;
+            let row_of = |bit: usize| down.row(block * BLOCK + bit);
+            let (groups, rest) = neurons[..n].as_chunks::<AXPY_ROWS>();
+            for group in groups {
+                axpy(self.level, down.ty(), group.map(|bit| hidden[row][bit]), group.map(row_of), sum);
+            }
+            for &bit in rest {
+                axpy(self.level, down.ty(), [hidden[row][bit]], [row_of(bit)], sum);
+            }
+        }
+        count(&self.counts.down, n_down);
+    }
+
+    fn mark(&self, neuron: usize, row: u8) {
+        // One thread at a time works on a neuron.
+        let read = &self.read[neuron];
+        read.store(read.load(Ordering::Relaxed) | row, Ordering::Relaxed);
+    }
+}
+
+/// Positions of the ones, ascending.
+fn bits(mut word: u32) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let bit = (word != 0).then(|| word.trailing_zeros() as usize);
+        word &= word.wrapping_sub(1);
+        bit
+    })
+}
+
+/// The rows of a tile that want one neuron, with its values for them.
+struct Batch {
+    n: usize,
+    rows: [usize; TILE_ROWS],
+    values: [f32; TILE_ROWS],
+    gates: [f32; TILE_ROWS],
+}
+
+impl Batch {
+    fn new(rows: impl Iterator<Item = usize>) -> Self {
+        let mut batch =
+            Self { n: 0, rows: [0; TILE_ROWS], values: [0.0; TILE_ROWS], gates: [1.0; TILE_ROWS] };
+        for row in rows {
+            batch.rows[batch.n] = row;
+            batch.n += 1;
+        }
+        batch
+    }
+
+    /// Values become the products of one row of `w` with the batch.
+    fn dot(&mut self, level: CpuLevel, w: &WeightMatrix, neuron: usize, x: &Input<'_>) {
+        let n = self.n;
+        dot_rows(level, w.ty(), w.row(neuron), x, &self.rows[..n], &mut self.values[..n]);
+    }
+
+    /// Gates become `act(values)`; rows where that is zero are dropped if `skip`.
+    fn keep_gates(&mut self, act: impl Fn(f32) -> f32, skip: bool) {
+        let mut kept = 0;
+        for i in 0..self.n {
+            let gate = act(self.values[i]);
+            if !skip || gate != 0.0 {
+                self.rows[kept] = self.rows[i];
+                self.gates[kept] = gate;
+                kept += 1;
+            }
+        }
+        self.n = kept;
+    }
+
+    /// Row, value and gate.
+    fn values(&self) -> impl Iterator<Item = (usize, f32, f32)> {
+        (0..self.n).map(|i| (self.rows[i], self.values[i], self.gates[i]))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bits_come_in_ascending_order() {
+        assert_eq!(bits(0).count(), 0);
+        assert_eq!(bits(1 << 31 | 0b101).collect::<Vec<_>>(), [0, 2, 31]);
+        assert_eq!(bits(u32::MAX).count(), 32);
+    }
+
+    #[test]
+    fn a_batch_drops_zero_gates_only_if_told_to() {
+        for (skip, kept) in [
+            (true, vec![(4, 2.0), (6, f32::INFINITY)]),
+            (false, vec![(4, 2.0), (5, 0.0), (6, f32::INFINITY)]),
+        ] {
+            let mut batch = Batch::new(4..7);
+            batch.values[..3].copy_from_slice(&[2.0, 0.0, f32::INFINITY]);
+            batch.keep_gates(|g| g, skip);
+            assert_eq!(batch.values().map(|(row, _, gate)| (row, gate)).collect::<Vec<_>>(), kept);
+        }
+    }
+}

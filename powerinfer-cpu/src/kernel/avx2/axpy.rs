@@ -1,0 +1,130 @@
+//! `acc += a · row`, several rows at once: `acc` is loaded and stored once for all of them, and each row is
+//! added by one fused multiply-add, in order.
+
+use std::arch::x86_64::*;
+
+use powerinfer_sparse_ops::WeightType;
+use powerinfer_sparse_ops::block::{BlockQ4_0, BlockQ8_0};
+
+use super::super::Floats;
+use super::load::{f16_to_f32, load_bf16, load_f16, load_f32, load32, nibbles, store_f32};
+use crate::level::Avx2;
+
+pub(in crate::kernel) fn axpy<const N: usize>(
+    _: Avx2,
+    ty: WeightType,
+    a: [f32; N],
+    rows: [&[u8]; N],
+    acc: &mut [f32],
+) {
+    // SAFETY: LEVEL-DETECTED.
+    unsafe { axpy_inner(ty, a, rows, acc) }
+}
+
+/// Plain floats.
+pub(in crate::kernel) fn axpy_floats<const N: usize>(
+    _: Avx2,
+    a: [f32; N],
+    rows: [Floats<'_>; N],
+    acc: &mut [f32],
+) {
+    // SAFETY: LEVEL-DETECTED.
+    unsafe { axpy_floats_inner(a, rows, acc) }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn axpy_inner<const N: usize>(ty: WeightType, a: [f32; N], rows: [&[u8]; N], acc: &mut [f32]) {
+    match ty {
+        WeightType::F32 => axpy_f32(a, rows.map(bytemuck::cast_slice), acc),
+        WeightType::F16 => axpy_f16(a, rows.map(bytemuck::cast_slice), acc),
+        WeightType::BF16 => axpy_bf16(a, rows.map(bytemuck::cast_slice), acc),
+        WeightType::Q8_0 => axpy_q8_0(a, rows.map(bytemuck::cast_slice), acc),
+        WeightType::Q4_0 => axpy_q4_0(a, rows.map(bytemuck::cast_slice), acc),
+        _ => unreachable!("axpy with {ty}"),
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn axpy_floats_inner<const N: usize>(a: [f32; N], rows: [Floats<'_>; N], acc: &mut [f32]) {
+    for (a, row) in a.into_iter().zip(rows) {
+        match row {
+            Floats::F32(w) => axpy_f32([a], [w], acc),
+            Floats::F16(w) => axpy_f16([a], [w], acc),
+            Floats::BF16(w) => axpy_bf16([a], [w], acc),
+        }
+    }
+}
+
+macro_rules! axpy_floats {
+    ($name:ident, $ty:ty, $load:ident, $one:expr) => {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn $name<const N: usize>(a: [f32; N], rows: [&[$ty]; N], acc: &mut [f32]) {
+            let rows = rows.map(|row| &row[..acc.len()]);
+            let rows8 = rows.map(|row| row.as_chunks::<8>().0);
+            let factors = a.map(|a| _mm256_set1_ps(a));
+            let n = acc.len();
+            let (acc8, acc_rest) = acc.as_chunks_mut::<8>();
+            for (i, acc) in acc8.iter_mut().enumerate() {
+                let mut sum = load_f32(acc);
+                for j in 0..N {
+                    sum = _mm256_fmadd_ps(factors[j], $load(&rows8[j][i]), sum);
+                }
+                store_f32(sum, acc);
+            }
+            let tail = n - acc_rest.len();
+            for (i, acc) in acc_rest.iter_mut().enumerate() {
+                for j in 0..N {
+                    *acc = a[j].mul_add($one(rows[j][tail + i]), *acc);
+                }
+            }
+        }
+    };
+}
+
+axpy_floats!(axpy_f32, f32, load_f32, |w| w);
+axpy_floats!(axpy_f16, u16, load_f16, |w| f16_to_f32(half::f16::from_bits(w)));
+axpy_floats!(axpy_bf16, u16, load_bf16, |w| half::bf16::from_bits(w).to_f32());
+
+macro_rules! axpy_blocks {
+    ($name:ident, $block:ty, $unpack:ident) => {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn $name<const N: usize>(a: [f32; N], rows: [&[$block]; N], acc: &mut [f32]) {
+            let acc = acc.as_chunks_mut::<32>().0;
+            let rows = rows.map(|row| &row[..acc.len()]);
+            for (i, acc) in acc.iter_mut().enumerate() {
+                let acc8 = acc.as_chunks_mut::<8>().0;
+                let mut sums: [__m256; 4] = std::array::from_fn(|k| load_f32(&acc8[k]));
+                for j in 0..N {
+                    let block = &rows[j][i];
+                    let factor = _mm256_set1_ps(a[j] * f16_to_f32(block.d));
+                    let q = $unpack(block);
+                    let halves = [_mm256_castsi256_si128(q), _mm256_extracti128_si256::<1>(q)];
+                    for k in 0..4 {
+                        let half = halves[k / 2];
+                        let part = if k % 2 == 0 { half } else { _mm_srli_si128::<8>(half) };
+                        let w = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(part));
+                        sums[k] = _mm256_fmadd_ps(factor, w, sums[k]);
+                    }
+                }
+                for k in 0..4 {
+                    store_f32(sums[k], &mut acc8[k]);
+                }
+            }
+        }
+    };
+}
+
+#[target_feature(enable = "avx2")]
+#[inline]
+fn unpack_q8_0(b: &BlockQ8_0) -> __m256i {
+    load32(&b.qs)
+}
+
+#[target_feature(enable = "avx2")]
+#[inline]
+fn unpack_q4_0(b: &BlockQ4_0) -> __m256i {
+    _mm256_sub_epi8(nibbles(&b.qs), _mm256_set1_epi8(8))
+}
+
+axpy_blocks!(axpy_q8_0, BlockQ8_0, unpack_q8_0);
+axpy_blocks!(axpy_q4_0, BlockQ4_0, unpack_q4_0);

@@ -1,0 +1,87 @@
+//! Bytes into registers and back, and the unpacking of 32 quantised weights.
+
+use std::arch::x86_64::*;
+
+use half::f16;
+
+/// 32 bytes.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn load32<T: bytemuck::Pod>(bytes: &[T; 32]) -> __m256i {
+    bytemuck::pod_read_unaligned(bytemuck::cast_slice(bytes))
+}
+
+/// 16 bytes.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn load16<T: bytemuck::Pod>(bytes: &[T; 16]) -> __m128i {
+    bytemuck::pod_read_unaligned(bytemuck::cast_slice(bytes))
+}
+
+/// Eight f32.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn load_f32(x: &[f32; 8]) -> __m256 {
+    bytemuck::pod_read_unaligned(bytemuck::cast_slice(x))
+}
+
+/// Eight f32 to memory.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn store_f32(x: __m256, to: &mut [f32; 8]) {
+    *to = bytemuck::cast(x);
+}
+
+/// Eight f16 as f32.
+#[target_feature(enable = "avx2,f16c")]
+#[inline]
+pub(super) fn load_f16(x: &[u16; 8]) -> __m256 {
+    _mm256_cvtph_ps(bytemuck::pod_read_unaligned(bytemuck::cast_slice(x)))
+}
+
+/// Eight bf16 as f32.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn load_bf16(x: &[u16; 8]) -> __m256 {
+    let bits = _mm256_cvtepu16_epi32(bytemuck::pod_read_unaligned(bytemuck::cast_slice(x)));
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits))
+}
+
+/// One f16 as f32; the conversion in `half` asks for the CPU's features each time.
+#[target_feature(enable = "avx2,f16c")]
+#[inline]
+pub(super) fn f16_to_f32(x: f16) -> f32 {
+    _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(x.to_bits()))))
+}
+
+/// Sum of the lanes: halves onto each other, three times.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn sum_f32(x: __m256) -> f32 {
+    let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+    let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)))
+}
+
+/// The nibbles of 16 bytes: low ones in the first half, high ones in the second.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn nibbles(qs: &[u8; 16]) -> __m256i {
+    let low = load16(qs);
+    let both = _mm256_set_m128i(_mm_srli_epi16::<4>(low), low);
+    _mm256_and_si256(both, _mm256_set1_epi8(15))
+}
+
+/// Nibbles with a fifth bit, bit `i` of `qh` for value `i`.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn five_bits(qs: &[u8; 16], qh: [u8; 4]) -> __m256i {
+    // Byte i / 8 of `qh` into byte i, then a byte is all ones where its bit i % 8 is set.
+    let spread = _mm256_shuffle_epi8(
+        _mm256_set1_epi32(i32::from_le_bytes(qh)),
+        _mm256_setr_epi64x(0, 0x0101_0101_0101_0101, 0x0202_0202_0202_0202, 0x0303_0303_0303_0303),
+    );
+    let bit = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64.cast_signed());
+    let set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
+    _mm256_or_si256(nibbles(qs), _mm256_and_si256(set, _mm256_set1_epi8(16)))
+}

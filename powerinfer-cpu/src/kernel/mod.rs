@@ -1,0 +1,134 @@
+//! Kernels: one row of weights against one or a few vectors.
+//!
+//! Two operations, each for every weight type it makes sense for: [`dot`] (`row · x`) and [`axpy`]
+//! (`acc += a · row`). A folder an instruction set, with the same files; this module chooses by
+//! [`CpuLevel`]. Kernels know no threads.
+//!
+//! The bits of a result depend on the level, the row and the vector, and on nothing else: the form for
+//! several vectors does for each what the form for one does, in the same order.
+
+use powerinfer_sparse_ops::WeightType;
+
+use crate::input::Input;
+use crate::level::CpuLevel;
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+mod scalar;
+
+/// Vectors that a row is multiplied with at once. Four sums with two parts each, the weights and the scale fill
+/// the 16 registers of AVX2.
+pub(crate) const TILE: usize = 4;
+
+/// Rows that are added at once, so that `acc` is read and written once for all of them.
+pub(crate) const AXPY_ROWS: usize = 4;
+
+/// Dot products of one row of weights with the vectors `rows` of `x`.
+///
+/// # Shapes
+/// `row` holds `x.n_cols()` weights; `out [rows.len()]`.
+pub(crate) fn dot_rows(
+    level: CpuLevel,
+    ty: WeightType,
+    row: &[u8],
+    x: &Input<'_>,
+    rows: &[usize],
+    out: &mut [f32],
+) {
+    debug_assert_eq!(ty.row_bytes(x.n_cols()), Some(row.len()));
+    let (tiles, rest) = rows.as_chunks::<TILE>();
+    let (out_tiles, out_rest) = out.as_chunks_mut::<TILE>();
+    for (tile, out) in tiles.iter().zip(out_tiles) {
+        *out = dot(level, ty, row, x, *tile);
+    }
+    for (&one, out) in rest.iter().zip(out_rest) {
+        [*out] = dot(level, ty, row, x, [one]);
+    }
+}
+
+/// Dot products of one row of weights with `T` vectors.
+pub(crate) fn dot<const T: usize>(
+    level: CpuLevel,
+    ty: WeightType,
+    row: &[u8],
+    x: &Input<'_>,
+    rows: [usize; T],
+) -> [f32; T] {
+    match level {
+        CpuLevel::Scalar => scalar::dot::dot(ty, row, x, rows),
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx2(level) => avx2::dot::dot(level, ty, row, x, rows),
+    }
+}
+
+/// Dot product of two vectors, the first in a plain float type.
+pub(crate) fn dot_f32(level: CpuLevel, a: Floats<'_>, x: &[f32]) -> f32 {
+    let [sum] = match level {
+        CpuLevel::Scalar => scalar::dot::dot_floats(a, [x]),
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx2(level) => avx2::dot::dot_floats(level, a, [x]),
+    };
+    sum
+}
+
+/// `acc += a[0] · rows[0] + a[1] · rows[1] + …`, added one after the other: the bits are those of that many
+/// calls with one row.
+///
+/// # Shapes
+/// Each row holds `acc.len()` weights.
+///
+/// # Panics
+/// If `ty` is not one of [`AXPY_TYPES`].
+pub(crate) fn axpy<const N: usize>(
+    level: CpuLevel,
+    ty: WeightType,
+    a: [f32; N],
+    rows: [&[u8]; N],
+    acc: &mut [f32],
+) {
+    match level {
+        CpuLevel::Scalar => scalar::axpy::axpy(ty, a, rows, acc),
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx2(level) => avx2::axpy::axpy(level, ty, a, rows, acc),
+    }
+}
+
+/// `acc += a · x` with `x` in a plain float type.
+pub(crate) fn axpy_f32(level: CpuLevel, a: f32, x: Floats<'_>, acc: &mut [f32]) {
+    match level {
+        CpuLevel::Scalar => scalar::axpy::axpy_floats([a], [x], acc),
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx2(level) => avx2::axpy::axpy_floats(level, [a], [x], acc),
+    }
+}
+
+/// The types that [`axpy`] takes.
+pub(crate) const AXPY_TYPES: [WeightType; 5] =
+    [WeightType::F32, WeightType::F16, WeightType::BF16, WeightType::Q8_0, WeightType::Q4_0];
+
+/// A vector in one of the plain float types.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Floats<'a> {
+    F32(&'a [f32]),
+    F16(&'a [u16]),
+    BF16(&'a [u16]),
+}
+
+impl<'a> Floats<'a> {
+    /// The weights of a row, if they are plain floats.
+    fn of_row(ty: WeightType, row: &'a [u8]) -> Option<Self> {
+        match ty {
+            WeightType::F32 => Some(Self::F32(bytemuck::cast_slice(row))),
+            WeightType::F16 => Some(Self::F16(bytemuck::cast_slice(row))),
+            WeightType::BF16 => Some(Self::BF16(bytemuck::cast_slice(row))),
+            _ => None,
+        }
+    }
+}
+
+/// Weights of a type without a kernel of its own are decoded in pieces of this length, which is a whole number of
+/// blocks of every type, and multiplied as f32.
+const PIECE: usize = 256;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,51 @@
+//! `acc += a · row`, element by element: no sum runs across lanes, so every order gives the same bits.
+
+use powerinfer_sparse_ops::WeightType;
+
+use super::super::Floats;
+use super::dot::{unpack_q4_0, unpack_q8_0};
+
+pub(in crate::kernel) fn axpy<const N: usize>(
+    ty: WeightType,
+    a: [f32; N],
+    rows: [&[u8]; N],
+    acc: &mut [f32],
+) {
+    for (a, row) in a.into_iter().zip(rows) {
+        match ty {
+            WeightType::Q8_0 => axpy_blocks(a, bytemuck::cast_slice(row), acc, unpack_q8_0),
+            WeightType::Q4_0 => axpy_blocks(a, bytemuck::cast_slice(row), acc, unpack_q4_0),
+            _ => {
+                let Some(floats) = Floats::of_row(ty, row) else { unreachable!("axpy with {ty}") };
+                axpy_floats([a], [floats], acc);
+            }
+        }
+    }
+}
+
+/// Plain floats.
+pub(in crate::kernel) fn axpy_floats<const N: usize>(a: [f32; N], rows: [Floats<'_>; N], acc: &mut [f32]) {
+    for (a, row) in a.into_iter().zip(rows) {
+        match row {
+            Floats::F32(w) => axpy_converted(a, w, acc, |w| w),
+            Floats::F16(w) => axpy_converted(a, w, acc, |w| half::f16::from_bits(w).to_f32()),
+            Floats::BF16(w) => axpy_converted(a, w, acc, |w| half::bf16::from_bits(w).to_f32()),
+        }
+    }
+}
+
+fn axpy_converted<W: Copy>(a: f32, w: &[W], acc: &mut [f32], to_f32: impl Fn(W) -> f32) {
+    for (acc, &w) in acc.iter_mut().zip(w) {
+        *acc += a * to_f32(w);
+    }
+}
+
+fn axpy_blocks<B>(a: f32, row: &[B], acc: &mut [f32], unpack: impl Fn(&B) -> (f32, [i8; 32])) {
+    for (acc, w) in acc.as_chunks_mut::<32>().0.iter_mut().zip(row) {
+        let (d, q) = unpack(w);
+        let factor = a * d;
+        for i in 0..32 {
+            acc[i] += factor * f32::from(q[i]);
+        }
+    }
+}

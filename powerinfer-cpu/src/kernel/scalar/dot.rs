@@ -1,0 +1,142 @@
+//! `row · x`.
+//!
+//! Floats: eight partial sums, element `i` in sum `i % 8`, so that a compiler can use vector registers; the
+//! elements past the last eight are added at the end.
+//!
+//! Blocks of 32: with the integers `q` of the weights and `p` of the input,
+//!
+//! ```text
+//! Σ_blocks  d_w · d_x · Σ q·p        Q8_0, Q4_0, Q5_0, IQ4_NL    (q signed)
+//! Σ_blocks  d_w · d_x · Σ q·p + m_w · (d_x · Σ p)    Q4_1, Q5_1  (q unsigned)
+//! ```
+//!
+//! Blocks of 256 are those of [`block`].
+
+use powerinfer_sparse_ops::WeightType;
+use powerinfer_sparse_ops::block::{
+    self, BlockIq4Nl, BlockQ4_0, BlockQ4_1, BlockQ5_0, BlockQ5_1, BlockQ8_0, dot_q4_k_q8_k, dot_q5_k_q8_k,
+    dot_q6_k_q8_k,
+};
+
+use super::super::{Floats, PIECE};
+use crate::input::{BlockX8, Input};
+
+pub(in crate::kernel) fn dot<const T: usize>(
+    ty: WeightType,
+    row: &[u8],
+    x: &Input<'_>,
+    rows: [usize; T],
+) -> [f32; T] {
+    if let Some(floats) = Floats::of_row(ty, row) {
+        return dot_floats(floats, rows.map(|r| x.f32(r)));
+    }
+    let x8 = |r: usize| x.x8(r);
+    let x8k = |r: usize| x.x8k(r);
+    match ty {
+        WeightType::Q8_0 => rows.map(|r| dot_signed(bytemuck::cast_slice(row), x8(r), unpack_q8_0)),
+        WeightType::Q4_0 => rows.map(|r| dot_signed(bytemuck::cast_slice(row), x8(r), unpack_q4_0)),
+        WeightType::Q5_0 => rows.map(|r| dot_signed(bytemuck::cast_slice(row), x8(r), unpack_q5_0)),
+        WeightType::IQ4_NL => rows.map(|r| dot_signed(bytemuck::cast_slice(row), x8(r), unpack_iq4_nl)),
+        WeightType::Q4_1 => rows.map(|r| dot_offset(bytemuck::cast_slice(row), x8(r), unpack_q4_1)),
+        WeightType::Q5_1 => rows.map(|r| dot_offset(bytemuck::cast_slice(row), x8(r), unpack_q5_1)),
+        WeightType::Q4_K => rows.map(|r| dot_q4_k_q8_k(bytemuck::cast_slice(row), x8k(r))),
+        WeightType::Q5_K => rows.map(|r| dot_q5_k_q8_k(bytemuck::cast_slice(row), x8k(r))),
+        WeightType::Q6_K => rows.map(|r| dot_q6_k_q8_k(bytemuck::cast_slice(row), x8k(r))),
+        _ => dot_decoded(ty, row, rows.map(|r| x.f32(r))),
+    }
+}
+
+/// Plain floats.
+pub(in crate::kernel) fn dot_floats<const T: usize>(w: Floats<'_>, x: [&[f32]; T]) -> [f32; T] {
+    match w {
+        Floats::F32(w) => x.map(|x| dot_converted(w, x, |w| w)),
+        Floats::F16(w) => x.map(|x| dot_converted(w, x, |w| half::f16::from_bits(w).to_f32())),
+        Floats::BF16(w) => x.map(|x| dot_converted(w, x, |w| half::bf16::from_bits(w).to_f32())),
+    }
+}
+
+fn dot_converted<W: Copy>(w: &[W], x: &[f32], to_f32: impl Fn(W) -> f32) -> f32 {
+    let (w8, w_rest) = w.as_chunks::<8>();
+    let (x8, x_rest) = x.as_chunks::<8>();
+    let mut sums = [0f32; 8];
+    for (w, x) in w8.iter().zip(x8) {
+        for lane in 0..8 {
+            sums[lane] += to_f32(w[lane]) * x[lane];
+        }
+    }
+    let rest: f32 = w_rest.iter().zip(x_rest).map(|(&w, x)| to_f32(w) * x).sum();
+    sum8(sums) + rest
+}
+
+/// Sum of eight lanes, halves onto each other.
+fn sum8(s: [f32; 8]) -> f32 {
+    let [a, b, c, d] = [s[0] + s[4], s[1] + s[5], s[2] + s[6], s[3] + s[7]];
+    (a + c) + (b + d)
+}
+
+fn dot_decoded<const T: usize>(ty: WeightType, row: &[u8], x: [&[f32]; T]) -> [f32; T] {
+    let piece_bytes = PIECE / ty.block_len() * ty.block_bytes();
+    let mut sums = [0.0; T];
+    let mut buffer = [0f32; PIECE];
+    for (piece, bytes) in row.chunks(piece_bytes).enumerate() {
+        let w = &mut buffer[..bytes.len() / ty.block_bytes() * ty.block_len()];
+        block::decode_row(ty, bytes, w);
+        for t in 0..T {
+            sums[t] += dot_converted(w, &x[t][piece * PIECE..][..w.len()], |w| w);
+        }
+    }
+    sums
+}
+
+/// Scale and signed values of a block.
+type Signed = (f32, [i8; 32]);
+
+fn dot_signed<B>(row: &[B], x: &[BlockX8], unpack: impl Fn(&B) -> Signed) -> f32 {
+    let mut sum = 0.0;
+    for (w, x) in row.iter().zip(x) {
+        let (d, q) = unpack(w);
+        sum += d * x.d * dot_i8(&q, &x.q) as f32;
+    }
+    sum
+}
+
+/// Scale, offset and unsigned values of a block.
+type Offset = (f32, f32, [i8; 32]);
+
+fn dot_offset<B>(row: &[B], x: &[BlockX8], unpack: impl Fn(&B) -> Offset) -> f32 {
+    let (mut sum, mut offset) = (0.0, 0.0);
+    for (w, x) in row.iter().zip(x) {
+        let (d, m, q) = unpack(w);
+        sum += d * x.d * dot_i8(&q, &x.q) as f32;
+        offset += m * x.sum;
+    }
+    sum + offset
+}
+
+fn dot_i8(a: &[i8], b: &[i8]) -> i32 {
+    a.iter().zip(b).map(|(&a, &b)| i32::from(a) * i32::from(b)).sum()
+}
+
+pub(super) fn unpack_q8_0(b: &BlockQ8_0) -> Signed {
+    (b.d.to_f32(), b.qs)
+}
+
+pub(super) fn unpack_q4_0(b: &BlockQ4_0) -> Signed {
+    (b.d.to_f32(), b.quants())
+}
+
+fn unpack_q5_0(b: &BlockQ5_0) -> Signed {
+    (b.d.to_f32(), b.quants())
+}
+
+fn unpack_iq4_nl(b: &BlockIq4Nl) -> Signed {
+    (b.d.to_f32(), b.quants())
+}
+
+fn unpack_q4_1(b: &BlockQ4_1) -> Offset {
+    (b.d.to_f32(), b.m.to_f32(), b.quants())
+}
+
+fn unpack_q5_1(b: &BlockQ5_1) -> Offset {
+    (b.d.to_f32(), b.m.to_f32(), b.quants())
+}

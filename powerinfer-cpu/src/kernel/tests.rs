@@ -1,0 +1,204 @@
+//! Every kernel at every level against sums in f64 over decoded weights.
+
+use powerinfer_sparse_ops::block::decode_row;
+use powerinfer_testing::tiny::Random;
+
+use super::*;
+use crate::input::{Forms, InputBuffers};
+use crate::pool::Pool;
+
+/// Rows of a type with random bits and sensible scales, at an address that is aligned for the type and no more.
+struct Row {
+    buffer: Vec<u32>,
+    offset: usize,
+    n_bytes: usize,
+}
+
+impl Row {
+    fn random(random: &mut Random, ty: WeightType, n_cols: usize) -> Self {
+        let n_bytes = ty.row_bytes(n_cols).unwrap();
+        let mut buffer: Vec<u32> = (0..n_bytes / 4 + 2).map(|_| random.next_u64() as u32).collect();
+        let offset = if ty == WeightType::F32 { 4 } else { 2 };
+        let bytes = &mut bytemuck::cast_slice_mut::<u32, u8>(&mut buffer)[offset..offset + n_bytes];
+        // Where a block keeps its f16 scales.
+        let scales: &[usize] = match ty {
+            WeightType::F16 | WeightType::Q4_0 | WeightType::Q5_0 | WeightType::Q8_0 | WeightType::IQ4_NL => {
+                &[0]
+            }
+            WeightType::Q4_1 | WeightType::Q5_1 | WeightType::Q4_K | WeightType::Q5_K => &[0, 2],
+            WeightType::Q2_K => &[80, 82],
+            WeightType::Q3_K => &[108],
+            WeightType::Q6_K => &[208],
+            _ => &[],
+        };
+        for block in bytes.chunks_exact_mut(ty.block_bytes()) {
+            for &at in scales {
+                let scale = half::f16::from_f32(random.normal());
+                block[at..at + 2].copy_from_slice(&scale.to_le_bytes());
+            }
+            match ty {
+                WeightType::F32 => block.copy_from_slice(&random.normal().to_le_bytes()),
+                WeightType::BF16 => {
+                    block.copy_from_slice(&half::bf16::from_f32(random.normal()).to_le_bytes())
+                }
+                WeightType::MXFP4 => block[0] = 120 + random.below(10) as u8,
+                _ => {}
+            }
+        }
+        Self { buffer, offset, n_bytes }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &bytemuck::cast_slice(&self.buffer)[self.offset..self.offset + self.n_bytes]
+    }
+}
+
+/// Every number of blocks up to twice what any loop does at once, plus one; and a long one.
+fn lengths(ty: WeightType) -> Vec<usize> {
+    match ty.block_len() {
+        1 => (1..=35).chain([70, 333]).collect(),
+        32 => (1..=9).chain([37]).map(|n| n * 32).collect(),
+        _ => (1..=5).map(|n| n * 256).collect(),
+    }
+}
+
+/// The vector as the product with weights of type `ty` sees it.
+fn seen(ty: WeightType, x: &Input<'_>, row: usize) -> Vec<f32> {
+    match Forms::of(ty) {
+        Forms { x8: true, .. } => x.x8(row).iter().flat_map(|b| b.q.map(|q| b.d * f32::from(q))).collect(),
+        Forms { x8k: true, .. } => x.x8k(row).iter().flat_map(|b| b.qs.map(|q| b.d * f32::from(q))).collect(),
+        _ => x.f32(row).to_vec(),
+    }
+}
+
+/// `Σ w · x` and `Σ |w · x|`.
+fn reference_dot(w: &[f32], x: &[f32]) -> (f64, f64) {
+    let products = w.iter().zip(x).map(|(&w, &x)| f64::from(w) * f64::from(x));
+    (products.clone().sum(), products.map(f64::abs).sum())
+}
+
+#[test]
+fn dots_match_the_decoded_sum_for_every_type_level_and_length() {
+    let mut random = Random::new(1);
+    let mut pool = Pool::try_new(1).unwrap();
+    for ty in WeightType::ALL {
+        for n in lengths(ty) {
+            let row = Row::random(&mut random, ty, n);
+            let x = random.normals(6 * n, 1.0);
+            let mut buffers = InputBuffers::default();
+            buffers.reserve(x.len());
+            let x = buffers.prepare(&mut pool, &x, n, Forms::of(ty));
+            let mut w = vec![0.0; n];
+            decode_row(ty, row.bytes(), &mut w);
+            // Offsets of the types that have them are added apart, and are larger than the sum itself.
+            let offset = w.iter().map(|w| f64::from(w.abs())).fold(0.0, f64::max);
+            for level in CpuLevel::available() {
+                let what = format!("{} dot {ty} of {n}", level.name());
+                let rows: [usize; 6] = [5, 0, 1, 2, 3, 4];
+                let mut together = [0.0; 6];
+                dot_rows(level, ty, row.bytes(), &x, &rows, &mut together);
+                for (one, got) in rows.into_iter().zip(together) {
+                    let [alone] = dot(level, ty, row.bytes(), &x, [one]);
+                    assert_eq!(got.to_bits(), alone.to_bits(), "{what}: in a tile and alone");
+                    let seen = seen(ty, &x, one);
+                    let (want, size) = reference_dot(&w, &seen);
+                    let size = size + offset * seen.iter().map(|x| f64::from(x.abs())).sum::<f64>();
+                    let error = (f64::from(got) - want).abs();
+                    // A few roundings for each of the partial sums.
+                    assert!(error <= size * 1e-6, "{what}: {got}, want {want}, size {size}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn axpy_matches_the_decoded_sum_for_every_type_level_and_length() {
+    let mut random = Random::new(2);
+    for ty in AXPY_TYPES {
+        for n in lengths(ty) {
+            let rows: [Row; AXPY_ROWS] = std::array::from_fn(|_| Row::random(&mut random, ty, n));
+            let rows = rows.each_ref().map(Row::bytes);
+            let a: [f32; AXPY_ROWS] = std::array::from_fn(|_| random.normal());
+            let start = random.normals(n, 1.0);
+            let decoded = rows.map(|row| {
+                let mut w = vec![0.0; n];
+                decode_row(ty, row, &mut w);
+                w
+            });
+            for level in CpuLevel::available() {
+                let what = format!("{} axpy {ty} of {n}", level.name());
+                let mut together = start.clone();
+                axpy(level, ty, a, rows, &mut together);
+                let mut singly = start.clone();
+                for (a, row) in a.into_iter().zip(rows) {
+                    axpy(level, ty, [a], [row], &mut singly);
+                }
+                for i in 0..n {
+                    assert_eq!(together[i].to_bits(), singly[i].to_bits(), "{what}: at once and one by one");
+                    let w = decoded.each_ref().map(|w| w[i]);
+                    let (sum, size) = reference_dot(&w, &a);
+                    let (want, size) = (sum + f64::from(start[i]), size + f64::from(start[i].abs()));
+                    let error = (f64::from(together[i]) - want).abs();
+                    assert!(error <= size * 1e-6, "{what}: at {i}, {}, want {want}", together[i]);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn plain_vectors_may_have_any_length_even_none() {
+    for level in CpuLevel::available() {
+        let x: Vec<f32> = (0..40).map(|i| i as f32).collect();
+        let half: Vec<u16> = x.iter().map(|&x| half::f16::from_f32(x).to_bits()).collect();
+        for n in 0..40 {
+            // Small integers: every order of summation is exact.
+            let want = (0..n).map(|i| i * i).sum::<usize>() as f32;
+            assert_eq!(dot_f32(level, Floats::F32(&x[..n]), &x[..n]), want);
+            assert_eq!(dot_f32(level, Floats::F16(&half[..n]), &x[..n]), want);
+            let mut acc = x[..n].to_vec();
+            axpy_f32(level, 2.0, Floats::F16(&half[..n]), &mut acc);
+            assert!((0..n).all(|i| acc[i] == 3.0 * i as f32));
+        }
+    }
+}
+
+#[test]
+fn extreme_integers_do_not_overflow() {
+    // All weights and inputs at the ends of their ranges; sums stay exact in the kernels' integers.
+    let mut pool = Pool::try_new(1).unwrap();
+    for sign in [1.0, -1.0] {
+        let x = vec![sign * 2.0; 512];
+        let mut buffers = InputBuffers::default();
+        buffers.reserve(512);
+        let x = buffers.prepare(&mut pool, &x, 512, Forms { x8: true, x8k: true });
+        for ty in [WeightType::Q8_0, WeightType::Q6_K, WeightType::Q4_K, WeightType::Q5_K, WeightType::Q4_0] {
+            for fill in [0x80, 0x7f, 0xff, 0x00] {
+                let mut bytes = vec![fill; ty.row_bytes(512).unwrap()];
+                let scales: &[usize] = match ty {
+                    WeightType::Q6_K => &[208],
+                    WeightType::Q4_K | WeightType::Q5_K => &[0, 2],
+                    _ => &[0],
+                };
+                for block in bytes.chunks_exact_mut(ty.block_bytes()) {
+                    for &at in scales {
+                        block[at..at + 2].copy_from_slice(&half::f16::ONE.to_le_bytes());
+                    }
+                }
+                let mut w = vec![0.0; 512];
+                decode_row(ty, &bytes, &mut w);
+                let (want, size) = reference_dot(&w, &seen(ty, &x, 0));
+                for level in CpuLevel::available() {
+                    let [got] = dot(level, ty, &bytes, &x, [0]);
+                    let error = (f64::from(got) - want).abs();
+                    assert!(
+                        error <= 1e-5 * (size + 1e4),
+                        "{} {ty} {fill:x}: {got}, want {want}",
+                        level.name()
+                    );
+                }
+            }
+        }
+    }
+}

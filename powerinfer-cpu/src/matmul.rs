@@ -1,0 +1,65 @@
+//! Matrix products: rows of weights are shared out, each is multiplied with the whole batch.
+
+use powerinfer_sparse_ops::WeightMatrix;
+
+use crate::input::Input;
+use crate::kernel::{TILE, dot_rows};
+use crate::level::CpuLevel;
+use crate::pool::{Columns, Pool};
+
+/// Weight rows of a piece of work: 32 rows of 4096 F16 weights are 256 KiB, so that a piece stays in the second
+/// level cache while the batch passes by, and handing it out costs little beside it.
+const ROWS: usize = 32;
+
+/// Vectors that pass by together: 16 of 4096 f32 are 256 KiB, which stay in the cache while the rows of a piece
+/// pass by.
+const BATCH: usize = 16;
+
+/// `out = x · Wᵀ (+ bias)`.
+///
+/// # Shapes
+/// `w [n_out, n_in]`, `x [n_rows, n_in]`, `bias [n_out]`, `out [n_rows, n_out]`.
+///
+/// # Panics
+/// If a shape differs.
+pub(crate) fn matmul(
+    pool: &mut Pool,
+    level: CpuLevel,
+    w: &WeightMatrix,
+    x: &Input<'_>,
+    bias: Option<&[f32]>,
+    out: &mut [f32],
+) {
+    let n_out = w.n_rows();
+    assert_eq!(w.n_cols(), x.n_cols(), "{w:?}: input length");
+    assert_eq!(out.len(), x.n_rows() * n_out, "{w:?}: output of {} rows", x.n_rows());
+    pool.run_columns(out, n_out, ROWS, |_, out| {
+        products(level, w, x, out);
+        if let Some(bias) = bias {
+            let columns = out.range();
+            for row in 0..out.n_rows() {
+                crate::ops::add(out.row(row), &bias[columns.clone()]);
+            }
+        }
+    });
+}
+
+/// The products with the weight rows that `out` has columns for.
+pub(crate) fn products(level: CpuLevel, w: &WeightMatrix, x: &Input<'_>, out: &mut Columns<'_, f32>) {
+    let first = out.range().start;
+    for start in (0..x.n_rows()).step_by(BATCH) {
+        let batch = start..x.n_rows().min(start + BATCH);
+        for j in out.range() {
+            let row = w.row(j);
+            for start in batch.clone().step_by(TILE) {
+                let rows: [usize; TILE] = std::array::from_fn(|t| start + t);
+                let n = TILE.min(batch.end - start);
+                let mut y = [0.0; TILE];
+                dot_rows(level, w.ty(), row, x, &rows[..n], &mut y[..n]);
+                for t in 0..n {
+                    out.row(start + t)[j - first] = y[t];
+                }
+            }
+        }
+    }
+}
