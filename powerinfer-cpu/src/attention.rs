@@ -4,7 +4,7 @@ use powerinfer_sparse_ops::{ModelSpec, SeqId, StepRow};
 
 use crate::kernel::{Floats, axpy_f32, dot_f32};
 use crate::level::CpuLevel;
-use crate::pool::Pool;
+use crate::matmul::Cpu;
 
 /// How keys and values are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -183,8 +183,7 @@ impl KvCaches {
 /// # Shapes
 /// `q, out [n_rows, n_head, head_dim]`.
 pub(crate) fn attention(
-    pool: &mut Pool,
-    level: CpuLevel,
+    cpu: &mut Cpu,
     spec: &ModelSpec,
     caches: &KvCaches,
     layer: usize,
@@ -194,7 +193,8 @@ pub(crate) fn attention(
 ) {
     let head_dim = spec.head_dim;
     let per_kv = spec.n_head / spec.n_head_kv;
-    pool.run_pieces(out, head_dim, |piece, out| {
+    let level = cpu.level;
+    cpu.pool.run_pieces(out, head_dim, |piece, out| {
         let (row, head) = (piece / spec.n_head, piece % spec.n_head);
         let cache = &caches.caches[caches.index(rows[row].seq)].1;
         let q = &q[piece * head_dim..][..head_dim];

@@ -14,7 +14,7 @@ use crate::ffn::{FfnScratch, LayerFfn, ffn};
 use crate::input::{Forms, Input, InputBuffers};
 use crate::kernel::{AXPY_TYPES, TILE, dot_rows};
 use crate::level::CpuLevel;
-use crate::matmul::matmul;
+use crate::matmul::{Cpu, matmul};
 use crate::ops::{add, norm, rope_table, rotate};
 use crate::pool::{Pool, default_threads};
 
@@ -43,9 +43,8 @@ pub struct CpuOptions {
 #[derive(Debug)]
 pub struct CpuBackend {
     spec: Arc<ModelSpec>,
-    level: CpuLevel,
+    cpu: Cpu,
     kv_type: KvType,
-    pool: Pool,
     embedding: Option<EmbeddingWeights>,
     layers: Vec<Layer>,
     head: Option<HeadWeights>,
@@ -112,9 +111,8 @@ impl CpuBackend {
             reason: format!("{threads} threads could not be started: {error}"),
         })?;
         Ok(Self {
-            level: options.level.unwrap_or_else(CpuLevel::detect),
+            cpu: Cpu { pool, level: options.level.unwrap_or_else(CpuLevel::detect) },
             kv_type: options.kv_type,
-            pool,
             embedding: None,
             layers: (0..spec.n_layer).map(|_| Layer::default()).collect(),
             head: None,
@@ -130,7 +128,7 @@ impl CpuBackend {
 
     /// The instruction set in use.
     pub fn level(&self) -> CpuLevel {
-        self.level
+        self.cpu.level
     }
 
     /// Makes every buffer large enough for steps of `max_rows` and for what has been loaded.
@@ -190,8 +188,8 @@ fn dense(layers: &[Layer], layer: LayerId) -> &LayerWeights {
     layers[layer.index()].dense.as_ref().expect("the dense part of every layer is loaded on home")
 }
 
-fn linear(pool: &mut Pool, level: CpuLevel, l: &Linear, x: &Input<'_>, out: &mut [f32]) {
-    matmul(pool, level, &l.weight, x, l.bias.as_deref(), out);
+fn linear(cpu: &mut Cpu, l: &Linear, x: &Input<'_>, out: &mut [f32]) {
+    matmul(cpu, &l.weight, x, l.bias.as_deref(), out);
 }
 
 impl HybridBackend for CpuBackend {
@@ -202,7 +200,11 @@ impl HybridBackend for CpuBackend {
         };
         BackendInfo {
             name: NAME.into(),
-            description: format!("{}, {} threads, {kv} cache", self.level.name(), self.pool.n_threads()),
+            description: format!(
+                "{}, {} threads, {kv} cache",
+                self.cpu.level.name(),
+                self.cpu.pool.n_threads()
+            ),
             memory_bytes: None,
         }
     }
@@ -274,7 +276,7 @@ impl HybridBackend for CpuBackend {
         let old = self.caches.get(seq);
         if old.is_none_or(|old| old.kv_len() < kv_len) {
             let n_bytes = KvCache::n_bytes(spec, self.kv_type, kv_len);
-            if !n_bytes.is_some_and(|n| Vec::<u8>::new().try_reserve_exact(n).is_ok()) {
+            if n_bytes.is_none_or(|n| Vec::<u8>::new().try_reserve_exact(n).is_err()) {
                 return Err(BackendError::OutOfMemory {
                     backend: NAME.into(),
                     what: format!("keys and values of {kv_len} positions"),
@@ -320,7 +322,7 @@ impl HybridBackend for CpuBackend {
     }
 
     fn attend(&mut self, layer: LayerId, step: &Step<'_>) {
-        let (spec, level, pool, n) = (&*self.spec, self.level, &mut self.pool, step.rows.len());
+        let (spec, cpu, n) = (&*self.spec, &mut self.cpu, step.rows.len());
         assert_eq!(n, self.n_rows, "rows of the step");
         let w = dense(&self.layers, layer);
         let s = &mut self.scratch;
@@ -328,15 +330,15 @@ impl HybridBackend for CpuBackend {
         let x = &mut s.x[..n * spec.n_embd];
         let (q, k, v) =
             (&mut s.q[..n * spec.q_dim()], &mut s.k[..n * spec.kv_dim()], &mut s.v[..n * spec.kv_dim()]);
-        norm(pool, spec.norm, w.attn_norm_2.as_ref().unwrap_or(&w.attn_norm), h, x);
+        norm(&mut cpu.pool, spec.norm, w.attn_norm_2.as_ref().unwrap_or(&w.attn_norm), h, x);
         let forms = [&w.q, &w.k, &w.v]
             .map(|l| Forms::of(l.weight.ty()))
             .into_iter()
             .fold(Forms::default(), Forms::and);
-        let input = s.inputs.prepare(pool, x, spec.n_embd, forms);
-        linear(pool, level, &w.q, &input, q);
-        linear(pool, level, &w.k, &input, k);
-        linear(pool, level, &w.v, &input, v);
+        let input = s.inputs.prepare(&mut cpu.pool, x, spec.n_embd, forms);
+        linear(cpu, &w.q, &input, q);
+        linear(cpu, &w.k, &input, k);
+        linear(cpu, &w.v, &input, v);
         if let Some(rope) = &spec.rope {
             for (row, table) in s.rope.chunks_exact(rope.freqs.len()).take(n).enumerate() {
                 rotate(rope, spec.head_dim, table, &mut q[row * spec.q_dim()..][..spec.q_dim()]);
@@ -345,9 +347,9 @@ impl HybridBackend for CpuBackend {
         }
         self.caches.write(spec, layer.index(), step.rows, k, v);
         let mixed = &mut s.mixed[..n * spec.q_dim()];
-        attention(pool, level, spec, &self.caches, layer.index(), step.rows, q, mixed);
-        let input = s.inputs.prepare(pool, mixed, spec.q_dim(), Forms::of(w.output.weight.ty()));
-        linear(pool, level, &w.output, &input, x);
+        attention(cpu, spec, &self.caches, layer.index(), step.rows, q, mixed);
+        let input = s.inputs.prepare(&mut cpu.pool, mixed, spec.q_dim(), Forms::of(w.output.weight.ty()));
+        linear(cpu, &w.output, &input, x);
         add(h, x);
 
         let weight_bytes: usize = [&w.q, &w.k, &w.v, &w.output].iter().map(|l| l.weight.n_bytes()).sum();
@@ -357,7 +359,7 @@ impl HybridBackend for CpuBackend {
     }
 
     fn ffn_input(&mut self, layer: LayerId, step: &Step<'_>, out: &mut FfnInput) {
-        let (spec, level, pool, n) = (&*self.spec, self.level, &mut self.pool, self.n_rows);
+        let (spec, cpu, n) = (&*self.spec, &mut self.cpu, self.n_rows);
         let n_ff = spec.n_ff[layer.index()];
         let h = &self.scratch.h[..n * spec.n_embd];
         let w = dense(&self.layers, layer);
@@ -369,7 +371,7 @@ impl HybridBackend for CpuBackend {
         };
         out.mode = step.mode;
         out.x.resize(n * spec.n_embd, 0.0);
-        norm(pool, spec.norm, ffn_norm, h, &mut out.x);
+        norm(&mut cpu.pool, spec.norm, ffn_norm, h, &mut out.x);
         out.active.reset(n, n_ff);
         let predictor = self.layers[layer.index()].predictor.as_ref();
         let Some(p) = predictor.filter(|_| step.mode == ActiveMode::Predictor) else {
@@ -379,11 +381,11 @@ impl HybridBackend for CpuBackend {
         // Both kinds of predictor input are the residual stream at the time of this call.
         let rank = p.fc1.n_rows();
         let inner = &mut self.scratch.inner[..n * rank];
-        let input = self.scratch.inputs.prepare(pool, h, spec.n_embd, Forms::of(p.fc1.ty()));
-        matmul(pool, level, &p.fc1, &input, None, inner);
+        let input = self.scratch.inputs.prepare(&mut cpu.pool, h, spec.n_embd, Forms::of(p.fc1.ty()));
+        matmul(cpu, &p.fc1, &input, None, inner);
         inner.iter_mut().for_each(|v| *v = v.max(0.0));
-        let input = self.scratch.inputs.prepare(pool, inner, rank, Forms::of(p.fc2.ty()));
-        score(pool, level, p, &input, out);
+        let input = self.scratch.inputs.prepare(&mut cpu.pool, inner, rank, Forms::of(p.fc2.ty()));
+        score(cpu, p, &input, out);
         let bytes = (p.fc1.n_bytes() + p.fc2.n_bytes()) as u64;
         self.cost.predictor_bytes += bytes;
         self.cost.weight_bytes += bytes;
@@ -402,8 +404,7 @@ impl HybridBackend for CpuBackend {
         let partial = &mut s.partial[slot as usize % 2];
         partial.slot = Some(slot);
         let out = &mut partial.sum[..n_rows * n_embd];
-        self.cost +=
-            ffn(&mut self.pool, self.level, &self.spec, weights, input, &mut s.ffn, &mut s.inputs, out);
+        self.cost += ffn(&mut self.cpu, &self.spec, weights, input, &mut s.ffn, &mut s.inputs, out);
         Ticket { layer, n_rows, slot }
     }
 
@@ -431,9 +432,15 @@ impl HybridBackend for CpuBackend {
         let w = self.head.as_ref().expect("the head is loaded on home");
         let s = &mut self.scratch;
         let x = &mut s.x[..n * spec.n_embd];
-        norm(&mut self.pool, spec.norm, &w.norm, &s.h[rows.start * spec.n_embd..rows.end * spec.n_embd], x);
-        let input = s.inputs.prepare(&mut self.pool, x, spec.n_embd, Forms::of(w.output.ty()));
-        matmul(&mut self.pool, self.level, &w.output, &input, None, logits);
+        norm(
+            &mut self.cpu.pool,
+            spec.norm,
+            &w.norm,
+            &s.h[rows.start * spec.n_embd..rows.end * spec.n_embd],
+            x,
+        );
+        let input = s.inputs.prepare(&mut self.cpu.pool, x, spec.n_embd, Forms::of(w.output.ty()));
+        matmul(&mut self.cpu, &w.output, &input, None, logits);
         self.cost.weight_bytes += w.output.n_bytes() as u64;
     }
 
@@ -447,9 +454,10 @@ impl HybridBackend for CpuBackend {
 }
 
 /// Puts the neurons whose score is not below the threshold into the active sets.
-fn score(pool: &mut Pool, level: CpuLevel, p: &PredictorWeights, inner: &Input<'_>, out: &mut FfnInput) {
+fn score(cpu: &mut Cpu, p: &PredictorWeights, inner: &Input<'_>, out: &mut FfnInput) {
     let (n_ff, n_words) = (out.active.n_ff(), out.active.words_per_row());
-    pool.run_columns(out.active.words_mut(), n_words, 1, |word, column| {
+    let level = cpu.level;
+    cpu.pool.run_columns(out.active.words_mut(), n_words, 1, |word, column| {
         for neuron in word * 64..n_ff.min((word + 1) * 64) {
             for start in (0..column.n_rows()).step_by(TILE) {
                 let rows: [usize; TILE] = std::array::from_fn(|t| start + t);

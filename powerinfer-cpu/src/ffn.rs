@@ -18,7 +18,7 @@ use powerinfer_sparse_ops::{
 use crate::input::{Forms, Input, InputBuffers};
 use crate::kernel::{AXPY_ROWS, axpy, dot_rows};
 use crate::level::CpuLevel;
-use crate::matmul::matmul;
+use crate::matmul::{Cpu, matmul};
 use crate::ops::add;
 use crate::pool::Pool;
 
@@ -112,8 +112,7 @@ type Hidden = [[f32; BLOCK]; TILE_ROWS];
 /// # Shapes
 /// `input.x, out [n_rows, n_embd]`.
 pub(crate) fn ffn(
-    pool: &mut Pool,
-    level: CpuLevel,
+    cpu: &mut Cpu,
     spec: &ModelSpec,
     layer: &LayerFfn,
     input: &FfnInput,
@@ -135,10 +134,10 @@ pub(crate) fn ffn(
     let counts = Counts::default();
     let step = LayerStep {
         spec,
-        level,
+        level: cpu.level,
         layer,
         input,
-        x: buffers.prepare(pool, &input.x, spec.n_embd, forms),
+        x: buffers.prepare(&mut cpu.pool, &input.x, spec.n_embd, forms),
         skip: input.mode != ActiveMode::Dense && spec.activation.has_exact_zeros(),
         read: &read[..n_ff],
         counts: &counts,
@@ -149,14 +148,14 @@ pub(crate) fn ffn(
             for start in (0..n_rows).step_by(TILE_ROWS) {
                 let rows = start..n_rows.min(start + TILE_ROWS);
                 let out = &mut out[start * spec.n_embd..rows.end * spec.n_embd];
-                step.tile_by_neuron(pool, down, rows, sums, out);
+                step.tile_by_neuron(&mut cpu.pool, down, rows, sums, out);
             }
         }
         DownWeights::ByOutput(down) => {
             let hidden = &mut hidden[..n_rows * n_ff];
-            step.hidden(pool, hidden);
-            let hidden = buffers.prepare(pool, hidden, n_ff, Forms::of(down.ty()));
-            matmul(pool, level, down, &hidden, None, out);
+            step.hidden(&mut cpu.pool, hidden);
+            let hidden = buffers.prepare(&mut cpu.pool, hidden, n_ff, Forms::of(down.ty()));
+            matmul(cpu, down, &hidden, None, out);
             whole_bytes = down.n_bytes();
             count(&counts.down, n_rows * layer.owned.len());
         }

@@ -15,6 +15,13 @@ const ROWS: usize = 32;
 /// pass by.
 const BATCH: usize = 16;
 
+/// What a step runs on.
+#[derive(Debug)]
+pub(crate) struct Cpu {
+    pub(crate) pool: Pool,
+    pub(crate) level: CpuLevel,
+}
+
 /// `out = x · Wᵀ (+ bias)`.
 ///
 /// # Shapes
@@ -22,18 +29,12 @@ const BATCH: usize = 16;
 ///
 /// # Panics
 /// If a shape differs.
-pub(crate) fn matmul(
-    pool: &mut Pool,
-    level: CpuLevel,
-    w: &WeightMatrix,
-    x: &Input<'_>,
-    bias: Option<&[f32]>,
-    out: &mut [f32],
-) {
+pub(crate) fn matmul(cpu: &mut Cpu, w: &WeightMatrix, x: &Input<'_>, bias: Option<&[f32]>, out: &mut [f32]) {
     let n_out = w.n_rows();
     assert_eq!(w.n_cols(), x.n_cols(), "{w:?}: input length");
     assert_eq!(out.len(), x.n_rows() * n_out, "{w:?}: output of {} rows", x.n_rows());
-    pool.run_columns(out, n_out, ROWS, |_, out| {
+    let level = cpu.level;
+    cpu.pool.run_columns(out, n_out, ROWS, |_, out| {
         products(level, w, x, out);
         if let Some(bias) = bias {
             let columns = out.range();
@@ -45,7 +46,7 @@ pub(crate) fn matmul(
 }
 
 /// The products with the weight rows that `out` has columns for.
-pub(crate) fn products(level: CpuLevel, w: &WeightMatrix, x: &Input<'_>, out: &mut Columns<'_, f32>) {
+fn products(level: CpuLevel, w: &WeightMatrix, x: &Input<'_>, out: &mut Columns<'_, f32>) {
     let first = out.range().start;
     for start in (0..x.n_rows()).step_by(BATCH) {
         let batch = start..x.n_rows().min(start + BATCH);

@@ -81,6 +81,7 @@ struct Shared {
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     stop: AtomicBool,
     sleeping: Vec<AtomicBool>,
+    n_started: AtomicUsize,
     spins: u32,
 }
 
@@ -143,6 +144,7 @@ impl Shared {
     }
 
     fn serve(&self, worker: usize) {
+        self.n_started.fetch_add(1, Ordering::Release);
         let mut seen = 0;
         while let Some(epoch) = self.enter(seen, worker) {
             seen = epoch;
@@ -184,6 +186,7 @@ impl Pool {
             panic: Mutex::new(None),
             stop: AtomicBool::new(false),
             sleeping: (0..n_workers).map(|_| AtomicBool::new(false)).collect(),
+            n_started: AtomicUsize::new(0),
             spins: if n_workers < cores { SPINS } else { SPINS_CROWDED },
         });
         let mut pool = Self { shared, workers: Vec::with_capacity(n_workers), epoch: 0, max_awake: cores };
@@ -195,6 +198,10 @@ impl Pool {
                     .name(format!("powerinfer-{worker}"))
                     .spawn(move || shared.serve(worker))?,
             );
+        }
+        // A thread allocates while it starts, which must not fall into a step.
+        while pool.shared.n_started.load(Ordering::Acquire) < n_workers {
+            thread::yield_now();
         }
         Ok(pool)
     }

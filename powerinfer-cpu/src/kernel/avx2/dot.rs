@@ -270,7 +270,7 @@ macro_rules! dot_k_offset {
 #[inline]
 fn unpack_q4_k(b: &BlockQ4K, sub: usize) -> __m256i {
     let both = part32(&b.qs, sub / 2);
-    let q = if sub % 2 == 0 { both } else { _mm256_srli_epi16::<4>(both) };
+    let q = if sub.is_multiple_of(2) { both } else { _mm256_srli_epi16::<4>(both) };
     _mm256_and_si256(q, _mm256_set1_epi8(15))
 }
 
@@ -278,7 +278,7 @@ fn unpack_q4_k(b: &BlockQ4K, sub: usize) -> __m256i {
 #[inline]
 fn unpack_q5_k(b: &BlockQ5K, sub: usize) -> __m256i {
     let both = part32(&b.qs, sub / 2);
-    let q = if sub % 2 == 0 { both } else { _mm256_srli_epi16::<4>(both) };
+    let q = if sub.is_multiple_of(2) { both } else { _mm256_srli_epi16::<4>(both) };
     let bit = _mm256_set1_epi8((1u8 << sub).cast_signed());
     let set = _mm256_cmpeq_epi8(_mm256_and_si256(load32(&b.qh), bit), bit);
     _mm256_or_si256(_mm256_and_si256(q, _mm256_set1_epi8(15)), _mm256_and_si256(set, _mm256_set1_epi8(16)))
