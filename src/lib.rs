@@ -1,2 +1,3 @@
-//! Hot/cold LLM inference for ReLU-sparse models.
+//! Hot/cold LLM inference.
+#[doc(inline)]
 pub use powerinfer_core::*;

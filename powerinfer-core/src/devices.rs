@@ -36,7 +36,7 @@ impl Device {
         Ok(match self {
             #[cfg(feature = "cpu")]
             Self::Cpu(options) => {
-                Box::new(powerinfer_cpu::CpuBackend::new(Arc::clone(spec), options.clone()))
+                Box::new(powerinfer_cpu::CpuBackend::new(Arc::clone(spec), options.clone())?)
             }
             Self::Reference(rounding) => Box::new(ReferenceBackend::new(Arc::clone(spec), *rounding)),
         })

@@ -155,7 +155,8 @@ impl Generation<'_> {
         }
         self.sampler.accept(token)?;
         self.n_generated += 1;
-        let event = self.text.push(&tokenizer.token_bytes(token, self.options.show_special));
+        let event =
+            self.text.push(tokenizer.token_bytes(token, self.options.show_special).unwrap_or_default());
         let (text, stopped) = (event.text.to_owned(), event.stopped);
         if let Some(stop) = stopped {
             return Ok(self.end(FinishReason::Stop(self.options.stop[stop].clone()), Some(token), text));

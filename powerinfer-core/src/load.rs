@@ -11,7 +11,7 @@ use powerinfer_sparse_ops::{
 
 use crate::devices::Device;
 use crate::spec::Family;
-use crate::tokenizer::TokenizerError;
+use crate::tokenizer::{PreTokenizer, TokenizerError};
 
 /// How a model is loaded.
 #[derive(Clone, Debug)]
@@ -28,7 +28,7 @@ pub struct LoadOptions {
     /// the file.
     pub allow_missing_predictors: bool,
     /// Overrides the pre-tokenizer that the file names.
-    pub pre_tokenizer: Option<String>,
+    pub pre_tokenizer: Option<PreTokenizer>,
     /// Tokens that go through the model together in a prompt.
     pub n_batch: usize,
 }
@@ -390,15 +390,17 @@ fn read_ffn(tensors: &mut Tensors<'_>, layer: LayerId) -> Result<FfnWeights, Loa
     let down = if spec.sparse_file {
         DownWeights::ByNeuron(tensors.matrix(&name("ffn_down_t.weight"))?)
     } else {
-        let down = tensors.matrix(&name("ffn_down.weight"))?;
-        if spec.activation.has_exact_zeros() && down.ty().is_float() {
-            DownWeights::ByNeuron(down.transposed())
-        } else {
-            DownWeights::ByOutput(down)
-        }
+        DownWeights::ByOutput(tensors.matrix(&name("ffn_down.weight"))?)
     };
-    let ffn = FfnWeights { gate, up, up_bias, down };
+    let mut ffn = FfnWeights { gate, up, up_bias, down };
+    // Checked as the file has it, so that an error shows the file's shape.
     ffn.check(spec, layer)?;
+    if let DownWeights::ByOutput(down) = &ffn.down
+        && spec.activation.has_exact_zeros()
+        && down.ty().is_float()
+    {
+        ffn.down = DownWeights::ByNeuron(down.transposed());
+    }
     Ok(ffn)
 }
 

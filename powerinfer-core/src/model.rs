@@ -107,10 +107,11 @@ impl Model {
         let mut notes = Notes::default();
         let family = Family::of(file)?;
         let spec = Arc::new(spec::read_spec(file, family, options, &mut notes)?);
-        let tokenizer_options = TokenizerOptions { pre_override: options.pre_tokenizer.clone() };
-        let tokenizer = Tokenizer::new(vocab::read(file)?, tokenizer_options)?;
-        if let Some(warning) = tokenizer.warning() {
-            notes.warn(warning);
+        let tokenizer_options =
+            TokenizerOptions { pre_override: options.pre_tokenizer, ..TokenizerOptions::default() };
+        let tokenizer = Tokenizer::new(&vocab::read(file)?, tokenizer_options)?;
+        for warning in tokenizer.warnings() {
+            notes.warn(warning.to_string());
         }
         if tokenizer.n_vocab() > spec.n_vocab {
             return Err(LoadError::VocabularySize { n_tokens: tokenizer.n_vocab(), n_rows: spec.n_vocab });

@@ -20,7 +20,7 @@ fn notes(model: &Model) -> String {
 fn numbers_that_make_no_model_are_refused_by_key_and_rule() {
     for (key, value, rule) in [
         ("llama.attention.head_count", Value::from(0u32), "1..="),
-        ("llama.attention.head_count", Value::from(5u32), "divide the width 64"),
+        ("llama.attention.head_count", Value::from(6u32), "divide the width 64"),
         ("llama.attention.head_count_kv", Value::from(3u32), "divide the 4 heads"),
         ("llama.attention.head_count_kv", Value::from(0u32), "1..="),
         ("llama.block_count", Value::from(0u32), "1..="),

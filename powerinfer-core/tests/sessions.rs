@@ -8,11 +8,7 @@ use powerinfer_core::{
     SessionOptions,
 };
 use powerinfer_sparse_ops::{ActiveMode, TokenId};
-use powerinfer_testing::alloc_guard::{CountingAllocator, measure_all_threads};
 use support::{N_VOCAB, TinyFile};
-
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 const MODES: [ActiveMode; 3] = [ActiveMode::Dense, ActiveMode::Exact, ActiveMode::Predictor];
 
@@ -183,32 +179,6 @@ fn cancelling_stops_a_prompt_between_chunks_and_a_generation_between_tokens() {
     assert_eq!(generation.finish_reason(), Some(&FinishReason::Cancelled));
     // The session goes on.
     assert!(session.decode(TokenId(5)).is_ok());
-}
-
-#[test]
-fn a_decode_step_allocates_nothing() {
-    let model = model();
-    for mode in MODES {
-        let options = SessionOptions { mode: Some(mode), ..SessionOptions::default() };
-        let mut session = model.session(&options).unwrap();
-        session.prefill(&prompt(10)).unwrap();
-        session.decode(TokenId(7)).unwrap();
-        let ((), stats) = measure_all_threads(|| {
-            for id in 8..20 {
-                session.decode(TokenId(id)).unwrap();
-            }
-        });
-        // Other tests run beside this one in the same process: they may disturb it, so it is repeated.
-        let mut n_allocs = stats.n_allocs;
-        for _ in 0..200 {
-            if n_allocs == 0 {
-                break;
-            }
-            session.rewind(11).unwrap();
-            n_allocs = measure_all_threads(|| session.decode(TokenId(9)).map(|_| ()).unwrap()).1.n_allocs;
-        }
-        assert_eq!(n_allocs, 0, "{mode:?}");
-    }
 }
 
 #[test]

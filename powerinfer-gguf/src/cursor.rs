@@ -8,6 +8,7 @@ pub(crate) struct Cursor<'a> {
 }
 
 /// What could not be read.
+#[derive(Debug)]
 pub(crate) struct End {
     pub(crate) at: usize,
     pub(crate) need: usize,
@@ -69,7 +70,7 @@ mod tests {
     fn nothing_is_read_beyond_the_end() {
         let mut cur = Cursor::new(&[1, 2, 3, 4, 5], 0);
         assert_eq!(cur.u32().ok(), Some(0x0403_0201));
-        let end = cur.u16().err().expect("one byte is left");
+        let end = cur.u16().expect_err("one byte is left");
         assert_eq!((end.at, end.need, end.have), (4, 2, 1));
         assert!(cur.take(usize::MAX).is_err());
         assert_eq!(cur.take(1).ok(), Some(&[5u8][..]));

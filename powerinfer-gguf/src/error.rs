@@ -95,7 +95,10 @@ pub enum GgufError {
         first: Name,
     },
     /// The first four bytes are neither `GGUF` nor `PWRI`.
-    #[error("not a GGUF or PWRI file: it starts with `{first}`{}", hint.map(|h| h.to_string()).unwrap_or_default())]
+    #[error(
+        "not a GGUF or PWRI file: it starts with `{first}`{}",
+        hint.map(|hint| hint.to_string()).unwrap_or_default()
+    )]
     BadMagic {
         /// The first bytes.
         first: Name,
@@ -316,7 +319,8 @@ pub enum GgufError {
     },
     /// A tensor that starts before the end of the one before it.
     #[error(
-        "bad offset: tensor `{tensor}` at offset {at} has its data at {offset} and overlaps the one before, which ends at {expected}"
+        "bad offset: tensor `{tensor}` at offset {at} has its data at {offset} and overlaps the one before, \
+         which ends at {expected}"
     )]
     TensorOverlap {
         /// The tensor.
@@ -330,7 +334,8 @@ pub enum GgufError {
     },
     /// A tensor that starts later than the sum of those before it.
     #[error(
-        "bad offset: tensor `{tensor}` at offset {at} has its data at {offset}, the ones before end at {expected}"
+        "bad offset: tensor `{tensor}` at offset {at} has its data at {offset}, \
+         the ones before end at {expected}"
     )]
     TensorGap {
         /// The tensor.
@@ -344,8 +349,8 @@ pub enum GgufError {
     },
     /// A tensor that lies elsewhere than in the file.
     #[error(
-        "tensor data outside the file: `{tensor}` at offset {at} has {n_bytes} bytes at data offset {offset}, \
-         the data section has {data_bytes} of the file's {file_bytes}"
+        "tensor data outside the file: `{tensor}` at offset {at} has {n_bytes} bytes at data offset \
+         {offset}, the data section has {data_bytes} of the file's {file_bytes}"
     )]
     TensorOutsideFile {
         /// The tensor.

@@ -196,8 +196,8 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    /// The value of a key that must be there, as `T`: `u32`, `f32`, `bool`, `&str`, `Vec<&str>`, `Vec<&[u8]>`,
-    /// `Vec<f32>`, `Vec<i32>`, … (see [`FromValue`]).
+    /// The value of a key that must be there, as `T`: `u32`, `f32`, `bool`, `&str`, `Vec<&str>`,
+    /// `Vec<&[u8]>`, `Vec<f32>`, `Vec<i32>`, … (see [`FromValue`]).
     ///
     /// # Errors
     /// [`GgufError::MissingKey`] if it is absent, [`GgufError::WrongKeyType`] if its value is no `T`.

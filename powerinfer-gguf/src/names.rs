@@ -92,7 +92,7 @@ mod tests {
     #[test]
     fn reports_both_places_of_a_duplicate() {
         let names: [&[u8]; 4] = [b"a", b"b", b"c", b"b"];
-        let duplicate = NameTable::build(4, |i| names[i]).err().expect("two are equal");
+        let Err(duplicate) = NameTable::build(4, |i| names[i]) else { panic!("two are equal") };
         assert_eq!((duplicate.first, duplicate.second), (1, 3));
     }
 }

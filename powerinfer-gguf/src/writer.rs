@@ -224,8 +224,8 @@ impl<'a> GgufWriter<'a> {
     ///
     /// # Errors
     /// [`WriteError::BadTensorName`], [`WriteError::DuplicateTensor`], [`WriteError::BadShape`],
-    /// [`WriteError::NoTypeId`], or [`WriteError::DataLength`] if the bytes are there and too few or too many;
-    /// the writer is then as before.
+    /// [`WriteError::NoTypeId`], or [`WriteError::DataLength`] if the bytes are there and too few or too
+    /// many; the writer is then as before.
     pub fn tensor(
         &mut self,
         name: &str,
@@ -259,8 +259,8 @@ impl<'a> GgufWriter<'a> {
     /// stays behind.
     ///
     /// # Errors
-    /// [`WriteError::Io`], [`WriteError::Source`], [`WriteError::DataLength`] if a stream wrote too few or too
-    /// many bytes, and [`WriteError::BadShape`] if the tensors together are too large for any file.
+    /// [`WriteError::Io`], [`WriteError::Source`], [`WriteError::DataLength`] if a stream wrote too few or
+    /// too many bytes, and [`WriteError::BadShape`] if the tensors together are too large for any file.
     pub fn write(self, path: impl AsRef<Path>) -> Result<(), WriteError> {
         let path = path.as_ref();
         let failed = |source| WriteError::Io { path: path.to_owned(), source };

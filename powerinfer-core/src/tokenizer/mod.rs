@@ -32,7 +32,7 @@ mod special;
 mod split;
 mod spm;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod vocab;
 
 pub use error::TokenizerError;
@@ -263,7 +263,7 @@ impl Tokenizer {
         for part in parts {
             let start = text.len();
             text.push_str(part.text());
-            if matches!(part, Part::Content(_)) {
+            if matches!(part, Part::Content(text) if !text.is_empty()) {
                 content.push(start..text.len());
             }
         }
