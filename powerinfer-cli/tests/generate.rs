@@ -132,7 +132,7 @@ fn models_that_cannot_be_loaded_are_named_with_the_reason() {
         (folder.arg("missing.gguf"), "No such file"),
         (golden("opt-q4_0.json"), "not a GGUF or PWRI file"),
         (page, "web page"),
-        (cut, "ends"),
+        (cut, "`tokenizer.ggml.tokens`"),
         (arch, "architecture `abc` is not supported"),
     ] {
         powerinfer(&["generate", "-m", &path, "-p", "x"])

@@ -6,21 +6,21 @@ use std::process::{Command, Output};
 
 /// How a run ended and what it printed.
 #[derive(Debug)]
-pub struct Run {
-    pub code: i32,
-    pub stdout: String,
-    pub stderr: String,
+pub(crate) struct Run {
+    pub(crate) code: i32,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
 }
 
 impl Run {
-    pub fn json(&self) -> serde_json::Value {
+    pub(crate) fn json(&self) -> serde_json::Value {
         assert_eq!(self.code, 0, "{self:?}");
         serde_json::from_str(&self.stdout).expect("the output is JSON")
     }
 
     /// Failed with this code, printed no result, and said each of these.
     #[track_caller]
-    pub fn refuses(&self, code: i32, texts: &[&str]) {
+    pub(crate) fn refuses(&self, code: i32, texts: &[&str]) {
         assert_eq!(self.code, code, "{self:?}");
         assert_eq!(self.stdout, "", "{self:?}");
         for text in texts {
@@ -29,11 +29,11 @@ impl Run {
     }
 }
 
-pub fn command() -> Command {
+pub(crate) fn command() -> Command {
     Command::new(env!("CARGO_BIN_EXE_powerinfer"))
 }
 
-pub fn powerinfer(args: &[&str]) -> Run {
+pub(crate) fn powerinfer(args: &[&str]) -> Run {
     let Output { status, stdout, stderr } = command().args(args).output().expect("the program starts");
     Run {
         code: status.code().expect("the program exits"),
@@ -42,34 +42,34 @@ pub fn powerinfer(args: &[&str]) -> Run {
     }
 }
 
-pub fn golden(name: &str) -> String {
+pub(crate) fn golden(name: &str) -> String {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../powerinfer-core/tests/data/golden/");
     format!("{folder}{name}")
 }
 
 /// A folder for one test, empty at first.
-pub struct Folder(tempfile::TempDir);
+pub(crate) struct Folder(tempfile::TempDir);
 
 impl Folder {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(tempfile::tempdir().expect("there is room for a folder"))
     }
 
-    pub fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
-    pub fn arg(&self, name: &str) -> String {
+    pub(crate) fn arg(&self, name: &str) -> String {
         self.path(name).to_str().expect("the path is UTF-8").to_owned()
     }
 
     /// Writes a file and gives its path as an argument.
-    pub fn write(&self, name: &str, bytes: impl AsRef<[u8]>) -> String {
+    pub(crate) fn write(&self, name: &str, bytes: impl AsRef<[u8]>) -> String {
         std::fs::write(self.path(name), bytes).expect("the file is written");
         self.arg(name)
     }
 
-    pub fn names(&self) -> Vec<String> {
+    pub(crate) fn names(&self) -> Vec<String> {
         let mut names: Vec<String> = std::fs::read_dir(self.0.path())
             .expect("the folder is there")
             .map(|entry| entry.expect("the entry is there").file_name().to_string_lossy().into_owned())
@@ -80,7 +80,7 @@ impl Folder {
 }
 
 /// The bytes of a golden file with the only occurrence of `from` behind `after` replaced by `to`, of the same length.
-pub fn patched(name: &str, after: &[u8], from: &[u8], to: &[u8]) -> Vec<u8> {
+pub(crate) fn patched(name: &str, after: &[u8], from: &[u8], to: &[u8]) -> Vec<u8> {
     assert_eq!(from.len(), to.len());
     let mut bytes = std::fs::read(Path::new(&golden(name))).expect("the golden file is there");
     let find = |bytes: &[u8], needle: &[u8]| bytes.windows(needle.len()).position(|window| window == needle);
