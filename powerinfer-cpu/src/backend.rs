@@ -15,7 +15,7 @@ use crate::input::{Forms, Input, InputBuffers};
 use crate::kernel::{AXPY_TYPES, TILE, dot_rows};
 use crate::level::CpuLevel;
 use crate::matmul::{Cpu, matmul};
-use crate::ops::{add, norm, rope_table, rotate};
+use crate::ops::{add, add_batch, norm, rope_table, rotate};
 use crate::pool::{Pool, default_threads};
 
 /// Name in messages and summaries.
@@ -343,17 +343,15 @@ impl HybridBackend for CpuBackend {
         linear(cpu, &w.k, &input, k);
         linear(cpu, &w.v, &input, v);
         if let Some(rope) = &spec.rope {
-            for (row, table) in s.rope.chunks_exact(rope.freqs.len()).take(n).enumerate() {
-                rotate(rope, spec.head_dim, table, &mut q[row * spec.q_dim()..][..spec.q_dim()]);
-                rotate(rope, spec.head_dim, table, &mut k[row * spec.kv_dim()..][..spec.kv_dim()]);
-            }
+            rotate(&mut cpu.pool, rope, spec.head_dim, &s.rope, q, spec.q_dim());
+            rotate(&mut cpu.pool, rope, spec.head_dim, &s.rope, k, spec.kv_dim());
         }
         self.caches.write(spec, layer.index(), step.rows, k, v);
         let mixed = &mut s.mixed[..n * spec.q_dim()];
         attention(cpu, spec, &self.caches, layer.index(), step.rows, q, mixed);
         let input = s.inputs.prepare(&mut cpu.pool, mixed, spec.q_dim(), Forms::of(w.output.weight.ty()));
         linear(cpu, &w.output, &input, x);
-        add(h, x);
+        add_batch(&mut cpu.pool, h, x);
 
         let weight_bytes: usize = [&w.q, &w.k, &w.v, &w.output].iter().map(|l| l.weight.n_bytes()).sum();
         self.cost.weight_bytes += weight_bytes as u64;
@@ -414,13 +412,13 @@ impl HybridBackend for CpuBackend {
     fn ffn_finish(&mut self, ticket: Ticket, acc: &mut [f32]) {
         let partial = &mut self.scratch.partial[ticket.slot as usize % 2];
         assert_eq!(partial.slot.take(), Some(ticket.slot), "a ticket is finished once, where it was made");
-        add(acc, &partial.sum[..ticket.n_rows * self.spec.n_embd]);
+        add_batch(&mut self.cpu.pool, acc, &partial.sum[..ticket.n_rows * self.spec.n_embd]);
     }
 
     fn ffn_add(&mut self, layer: LayerId, acc: &[f32]) {
         let n_embd = self.spec.n_embd;
         let h = &mut self.scratch.h[..self.n_rows * n_embd];
-        add(h, acc);
+        add_batch(&mut self.cpu.pool, h, acc);
         if let Some(bias) = &dense(&self.layers, layer).ffn_down_bias {
             h.chunks_exact_mut(n_embd).for_each(|row| add(row, bias));
         }

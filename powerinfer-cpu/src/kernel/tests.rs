@@ -155,10 +155,11 @@ fn plain_vectors_may_have_any_length_even_none() {
         for n in 0..40 {
             // Small integers: every order of summation is exact.
             let want = (0..n).map(|i| i * i).sum::<usize>() as f32;
-            assert_eq!(dot_f32(level, Floats::F32(&x[..n]), &x[..n]), want);
-            assert_eq!(dot_f32(level, Floats::F16(&half[..n]), &x[..n]), want);
+            let (row, half_row) = (bytemuck::cast_slice(&x[..n]), bytemuck::cast_slice(&half[..n]));
+            assert_eq!(dot_f32(level, WeightType::F32, row, &x[..n]), want);
+            assert_eq!(dot_f32(level, WeightType::F16, half_row, &x[..n]), want);
             let mut acc = x[..n].to_vec();
-            axpy_f32(level, 2.0, Floats::F16(&half[..n]), &mut acc);
+            axpy(level, WeightType::F16, [2.0], [half_row], &mut acc);
             assert!((0..n).all(|i| acc[i] == 3.0 * i as f32));
         }
     }

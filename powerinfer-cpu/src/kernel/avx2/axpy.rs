@@ -6,7 +6,6 @@ use std::arch::x86_64::*;
 use powerinfer_sparse_ops::WeightType;
 use powerinfer_sparse_ops::block::{BlockQ4_0, BlockQ8_0};
 
-use super::super::Floats;
 use super::load::{f16_to_f32, first, load_bf16, load_f16, load_f32, load32, nibbles, store_f32};
 use crate::level::Avx2;
 
@@ -19,17 +18,6 @@ pub(in crate::kernel) fn axpy<const N: usize>(
 ) {
     // SAFETY: LEVEL-DETECTED.
     unsafe { axpy_inner(ty, a, rows, acc) }
-}
-
-/// Plain floats.
-pub(in crate::kernel) fn axpy_floats<const N: usize>(
-    _: Avx2,
-    a: [f32; N],
-    rows: [Floats<'_>; N],
-    acc: &mut [f32],
-) {
-    // SAFETY: LEVEL-DETECTED.
-    unsafe { axpy_floats_inner(a, rows, acc) }
 }
 
 /// Rows of integers with a scale for each column.
@@ -90,17 +78,6 @@ fn axpy_inner<const N: usize>(ty: WeightType, a: [f32; N], rows: [&[u8]; N], acc
         WeightType::Q8_0 => axpy_q8_0(a, rows.map(bytemuck::cast_slice), acc),
         WeightType::Q4_0 => axpy_q4_0(a, rows.map(bytemuck::cast_slice), acc),
         _ => unreachable!("axpy with {ty}"),
-    }
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-fn axpy_floats_inner<const N: usize>(a: [f32; N], rows: [Floats<'_>; N], acc: &mut [f32]) {
-    for (a, row) in a.into_iter().zip(rows) {
-        match row {
-            Floats::F32(w) => axpy_f32([a], [w], acc),
-            Floats::F16(w) => axpy_f16([a], [w], acc),
-            Floats::BF16(w) => axpy_bf16([a], [w], acc),
-        }
     }
 }
 
