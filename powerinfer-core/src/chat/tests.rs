@@ -442,11 +442,11 @@ fn pythons_ways() {
     }
 }
 
-/// The template of a published model, from the folder that `POWERINFER_SHARED` names.
+/// The template of a published model, from the folder that `POWERINFER_DATA` names.
 #[test]
 fn smollm2() {
-    let Some(folder) = std::env::var_os("POWERINFER_SHARED") else {
-        println!("skipped: POWERINFER_SHARED names no folder with models");
+    let Some(folder) = std::env::var_os("POWERINFER_DATA") else {
+        println!("skipped: POWERINFER_DATA names no folder with models");
         return;
     };
     let path = std::path::Path::new(&folder).join("models/relu-smol/relu-smol-135m-q8_0.gguf");
