@@ -12,7 +12,8 @@ use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use powerinfer_cpu::{CpuBackend, CpuOptions};
 use powerinfer_sparse_ops::reference::{ReferenceBackend, Rounding};
 use powerinfer_sparse_ops::{
-    ActiveMode, FfnInput, FfnWeights, HybridBackend, LayerId, ModelSpec, NeuronId, NeuronSet, SeqId, WeightType,
+    ActiveMode, FfnInput, FfnWeights, HybridBackend, LayerId, ModelSpec, NeuronId, NeuronSet, SeqId,
+    WeightType,
 };
 use powerinfer_testing::tiny::{Random, TinyModel, TinyOptions};
 use powerinfer_testing::tolerance::{NMSE_8_BIT, NMSE_F32, assert_close};

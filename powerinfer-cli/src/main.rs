@@ -1,6 +1,53 @@
-//! The `powerinfer` command-line program.
+//! The `powerinfer` command-line program: flags in `args`, their meaning in `options`, a file for each command.
+#![forbid(unsafe_code)]
 
-#[allow(dead_code, reason = "called by the subcommand `convert`")]
+mod args;
+mod bandwidth;
+mod command;
 mod convert;
+mod error;
+mod options;
+mod output;
 
-fn main() {}
+use std::error::Error;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use args::{Cli, Command};
+use command::{bench, generate, inspect, logits, perplexity, tokenize};
+use error::CliError;
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Generate(args) => generate::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Tokenize(args) => tokenize::run(&args),
+        Command::Logits(args) => logits::run(&args),
+        Command::Perplexity(args) => perplexity::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Convert(args) => command::convert::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if error.is_closed_pipe() => ExitCode::SUCCESS,
+        Err(error) => {
+            output::say(&format!("error: {}", chain(&error)));
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+/// The error and its sources in one line, without repeating what a source only passes on.
+fn chain(error: &CliError) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        let next = error.to_string();
+        if !text.ends_with(&next) {
+            text = format!("{text}: {next}");
+        }
+        source = error.source();
+    }
+    text
+}

@@ -6,7 +6,7 @@ use powerinfer_sparse_ops::reference::{ReferenceBackend, Rounding};
 use powerinfer_sparse_ops::{BackendError, HybridBackend, ModelSpec};
 
 #[cfg(feature = "cpu")]
-pub use powerinfer_cpu::{CpuLevel, CpuOptions, KvType};
+pub use powerinfer_cpu::{CpuLevel, CpuOptions, KvType, default_threads};
 
 /// What computes.
 #[derive(Clone, Debug)]
@@ -14,7 +14,7 @@ pub use powerinfer_cpu::{CpuLevel, CpuOptions, KvType};
 pub enum Device {
     /// The CPU, with threads and the best instruction set that is there.
     #[cfg(feature = "cpu")]
-    Cpu(powerinfer_cpu::CpuOptions),
+    Cpu(CpuOptions),
     /// The slow backend that the others are compared with.
     Reference(Rounding),
 }
@@ -22,7 +22,7 @@ pub enum Device {
 impl Default for Device {
     #[cfg(feature = "cpu")]
     fn default() -> Self {
-        Self::Cpu(powerinfer_cpu::CpuOptions::default())
+        Self::Cpu(CpuOptions::default())
     }
 
     #[cfg(not(feature = "cpu"))]

@@ -112,6 +112,11 @@ impl Generation<'_> {
         self.n_generated
     }
 
+    /// The seed of the random numbers, whoever chose it.
+    pub fn seed(&self) -> u64 {
+        self.sampler.seed()
+    }
+
     /// The session, to look at.
     pub fn session(&self) -> &Session {
         self.session

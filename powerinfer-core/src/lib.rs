@@ -56,7 +56,7 @@ mod vocab;
 // Loading and running.
 pub use devices::Device;
 #[cfg(feature = "cpu")]
-pub use devices::{CpuLevel, CpuOptions, KvType};
+pub use devices::{CpuLevel, CpuOptions, KvType, default_threads};
 pub use load::{LoadError, LoadOptions, NoteLevel, Notes};
 pub use model::Model;
 pub use session::{CancelToken, Session, SessionError, SessionOptions};
@@ -64,6 +64,8 @@ pub use spec::SUPPORTED_ARCHS;
 
 // Text.
 pub use generate::{FinishReason, GenerateError, GenerateOptions, Generation, Piece};
+
+pub use vocab::read_tokenizer;
 
 // Measuring and watching.
 pub use forward::Probe;

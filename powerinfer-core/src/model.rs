@@ -12,7 +12,7 @@ use crate::forward::Forward;
 use crate::load::{self, LoadError, LoadOptions, ModelWeights, Notes};
 use crate::session::{Engine, Session, SessionError, SessionOptions};
 use crate::spec::{self, Family};
-use crate::tokenizer::{Tokenizer, TokenizerOptions};
+use crate::tokenizer::Tokenizer;
 use crate::vocab;
 
 /// A loaded model. Cloning is cheap and shares the weights; it may be used from many threads, which take turns
@@ -107,9 +107,7 @@ impl Model {
         let mut notes = Notes::default();
         let family = Family::of(file)?;
         let spec = Arc::new(spec::read_spec(file, family, options, &mut notes)?);
-        let tokenizer_options =
-            TokenizerOptions { pre_override: options.pre_tokenizer, ..TokenizerOptions::default() };
-        let tokenizer = Tokenizer::new(&vocab::read(file)?, tokenizer_options)?;
+        let tokenizer = vocab::read_tokenizer(file, options.pre_tokenizer)?;
         for warning in tokenizer.warnings() {
             notes.warn(warning.to_string());
         }

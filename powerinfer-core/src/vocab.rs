@@ -2,10 +2,23 @@
 
 use powerinfer_gguf::{GgufError, GgufModel};
 
-use crate::tokenizer::VocabSource;
+use crate::load::LoadError;
+use crate::tokenizer::{PreTokenizer, Tokenizer, TokenizerOptions, VocabSource};
+
+/// Reads the tokenizer of a file, whatever its architecture and weights are.
+///
+/// `pre_tokenizer` overrides the rule that the file names for cutting text.
+///
+/// # Errors
+/// [`LoadError::File`] for a key that is missing or of another type, [`LoadError::Tokenizer`] for a vocabulary
+/// that does not fit together.
+pub fn read_tokenizer(file: &GgufModel, pre_tokenizer: Option<PreTokenizer>) -> Result<Tokenizer, LoadError> {
+    let options = TokenizerOptions { pre_override: pre_tokenizer, ..TokenizerOptions::default() };
+    Ok(Tokenizer::new(&read(file)?, options)?)
+}
 
 /// Reads the keys `tokenizer.ggml.…`.
-pub(crate) fn read(file: &GgufModel) -> Result<VocabSource, GgufError> {
+fn read(file: &GgufModel) -> Result<VocabSource, GgufError> {
     let meta = file.metadata();
     let id = |name: &str| meta.find::<u32>(&format!("tokenizer.ggml.{name}_token_id"));
     let flag = |name: &str| meta.find::<bool>(&format!("tokenizer.ggml.{name}"));

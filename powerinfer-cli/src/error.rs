@@ -1,0 +1,96 @@
+//! What ends a command.
+
+use std::io;
+use std::path::PathBuf;
+
+use powerinfer_core::chat::ChatError;
+use powerinfer_core::sampling::SamplingError;
+use powerinfer_core::tokenizer::TokenizerError;
+use powerinfer_core::{GenerateError, LoadError, SessionError};
+
+use crate::convert::ConvertError;
+
+/// Why a command failed. The chain of sources is printed once, in `main`.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CliError {
+    /// No text to continue.
+    #[error("no prompt: give one with -p TEXT or -f FILE")]
+    NoPrompt,
+    /// An input file.
+    #[error("cannot read `{}`", path.display())]
+    Read { path: PathBuf, source: io::Error },
+    /// An input file that is no text.
+    #[error("`{}` is not UTF-8: byte {offset} begins no character", path.display())]
+    NotUtf8 { path: PathBuf, offset: usize },
+    /// An input file that should be JSON.
+    #[error("`{}` is not a JSON array of strings", path.display())]
+    Json { path: PathBuf, source: serde_json::Error },
+    /// A result file.
+    #[error("cannot write `{}`", path.display())]
+    Write { path: PathBuf, source: io::Error },
+    /// Standard output.
+    #[error("cannot write to standard output")]
+    Stdout(#[source] io::Error),
+    /// The handler of Ctrl-C.
+    #[error("cannot listen for Ctrl-C")]
+    Signal(#[source] ctrlc::Error),
+    /// The model.
+    #[error("cannot load {model}")]
+    Load {
+        model: String,
+        #[source]
+        source: Box<LoadError>,
+    },
+    /// What this machine lacks.
+    #[error("{what} is not available; available: {available}")]
+    Unavailable { what: String, available: String },
+    /// A flag that the chosen device has no use for.
+    #[error("{flag} has no meaning for device {device}")]
+    FlagWithoutUse { flag: &'static str, device: &'static str },
+    /// Bad sampling parameters.
+    #[error(transparent)]
+    Sampling(SamplingError),
+    #[error(transparent)]
+    Session(#[from] SessionError),
+    #[error(transparent)]
+    Generate(#[from] GenerateError),
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+    /// `--chat` with a file that has no template.
+    #[error("the file has no chat template; leave out --chat")]
+    NoChatTemplate,
+    /// `--chat` with a file whose template cannot be used.
+    #[error("the chat template of the file cannot be used: {reason}")]
+    BrokenChatTemplate { reason: String },
+    #[error(transparent)]
+    Chat(#[from] ChatError),
+    /// A text that is too short to measure.
+    #[error(
+        "the text has {n_tokens} tokens, a perplexity with chunks of {n_ctx} needs at least {}; \
+         give a longer text or a smaller -c",
+        2 * n_ctx
+    )]
+    TextTooShort { n_tokens: usize, n_ctx: usize },
+    /// `convert`.
+    #[error(transparent)]
+    Convert(#[from] ConvertError),
+    /// Ctrl-C was pressed.
+    #[error("interrupted")]
+    Interrupted,
+}
+
+impl CliError {
+    /// The program's exit status.
+    pub(crate) fn exit_code(&self) -> u8 {
+        match self {
+            Self::NoPrompt | Self::FlagWithoutUse { .. } | Self::Sampling(_) => 2,
+            Self::Interrupted => 130,
+            _ => 1,
+        }
+    }
+
+    /// Whether the reader of standard output went away, as `head` does; that is no failure.
+    pub(crate) fn is_closed_pipe(&self) -> bool {
+        matches!(self, Self::Stdout(error) if error.kind() == io::ErrorKind::BrokenPipe)
+    }
+}
