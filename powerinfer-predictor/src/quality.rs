@@ -43,12 +43,12 @@ pub struct QualityCounter {
 impl QualityCounter {
     /// Counts the neurons of one layer for one token, or for several whose rows follow each other.
     ///
-    /// Predicted is every neuron unless `score < threshold`, so equality and NaN count as predicted, as in the
-    /// engine. Active is every neuron whose activation is not zero.
+    /// Predicted is every neuron unless `score < threshold`, so equality and NaN count as predicted, as in
+    /// the engine. Active is every neuron whose activation is not zero.
     ///
     /// # Shapes
-    /// `scores [n_tokens, n_ff]`, raw predictor outputs; `activations [n_tokens, n_ff]`, the values behind the
-    /// ReLU.
+    /// `scores [n_tokens, n_ff]`, raw predictor outputs; `activations [n_tokens, n_ff]`, the values behind
+    /// the ReLU.
     ///
     /// # Panics
     /// If the lengths differ.
