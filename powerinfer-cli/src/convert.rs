@@ -262,7 +262,7 @@ pub(crate) enum ConvertError {
         ty: WeightType,
     },
     /// Rows that are no whole number of blocks.
-    #[error("tensor `{tensor}` cannot be {ty}: its rows have {n_cols} values, no multiple of {}", ty.block_len())]
+    #[error("tensor `{tensor}` cannot be {ty}: a row of {n_cols} is no multiple of {}", ty.block_len())]
     RowLength {
         /// Its name.
         tensor: String,
@@ -281,7 +281,7 @@ pub(crate) enum ConvertError {
     },
     /// Predictors of another model.
     #[error(
-        "the predictors are of another model: in layer {layer} they have {dim} {got}, the model has {expected}"
+        "the predictors are of another model: {dim} of layer {layer} is {got}, in the model it is {expected}"
     )]
     PredictorShape {
         /// The layer.
@@ -295,7 +295,7 @@ pub(crate) enum ConvertError {
     },
     /// Unquantised weights of another model.
     #[error(
-        "`{tensor}` in the unquantised weights is of another model: it differs from layer {layer} by {:.0} %, \
+        "unquantised `{tensor}` is of another model: it differs from layer {layer} by {:.0} %, \
          rounding explains less than {:.0} %",
         100.0 * distance,
         100.0 * MAX_SOURCE_DISTANCE
@@ -613,7 +613,7 @@ impl Types {
             None if fits(stored) => stored,
             None => {
                 notes.push(format!(
-                    "down projections become F16: {stored} has no encoder here, or its blocks do not fit rows of {}",
+                    "down projections become F16: {stored} has no encoder, or its blocks do not fit rows of {}",
                     source.n_embd
                 ));
                 WeightType::F16

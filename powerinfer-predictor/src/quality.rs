@@ -241,7 +241,8 @@ mod tests {
                 let truth: Vec<f32> = part.iter().map(|n| f32::from(u8::from(n.1))).collect();
                 into.add(&scores, 0.25, &truth);
             };
-            let (mut whole, mut first, mut second) = <(QualityCounter, QualityCounter, QualityCounter)>::default();
+            let mut whole = QualityCounter::default();
+            let (mut first, mut second) = (whole, whole);
             count(&neurons, &mut whole);
             count(&neurons[..cut], &mut first);
             count(&neurons[cut..], &mut second);
