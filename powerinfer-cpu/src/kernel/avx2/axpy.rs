@@ -6,7 +6,9 @@ use std::arch::x86_64::*;
 use powerinfer_sparse_ops::WeightType;
 use powerinfer_sparse_ops::block::{BlockQ4_0, BlockQ8_0};
 
-use super::load::{f16_to_f32, first, load_bf16, load_f16, load_f32, load32, nibbles, store_f32};
+use super::load::{
+    chunks, f16_to_f32, first, load_4_f32, load_bf16, load_f16, load_f32, load32, nibbles, store_f32,
+};
 use crate::level::Avx2;
 
 pub(in crate::kernel) fn axpy<const N: usize>(
@@ -86,8 +88,11 @@ macro_rules! axpy_floats {
         #[target_feature(enable = "avx2,fma,f16c")]
         fn $name<const N: usize>(a: [f32; N], rows: [&[$ty]; N], acc: &mut [f32]) {
             let rows = first(rows, acc.len());
-            let rows8 = rows.map(|row| row.as_chunks::<8>().0);
-            let factors = a.map(|a| _mm256_set1_ps(a));
+            let rows8 = chunks::<8, _, N>(rows);
+            let mut factors = [_mm256_setzero_ps(); N];
+            for j in 0..N {
+                factors[j] = _mm256_set1_ps(a[j]);
+            }
             let n = acc.len();
             let (acc8, acc_rest) = acc.as_chunks_mut::<8>();
             for (i, acc) in acc8.iter_mut().enumerate() {
@@ -118,8 +123,8 @@ macro_rules! axpy_blocks {
             let acc = acc.as_chunks_mut::<32>().0;
             let rows = first(rows, acc.len());
             for (i, acc) in acc.iter_mut().enumerate() {
+                let mut sums = load_4_f32(acc);
                 let acc8 = acc.as_chunks_mut::<8>().0;
-                let mut sums: [__m256; 4] = std::array::from_fn(|k| load_f32(&acc8[k]));
                 for j in 0..N {
                     let block = &rows[j][i];
                     let factor = _mm256_set1_ps(a[j] * f16_to_f32(block.d));

@@ -4,14 +4,24 @@ use std::arch::x86_64::*;
 
 use half::f16;
 
-/// The first `n` elements of each slice. A loop and no closure, so that it is inlined and the compiler sees the
-/// lengths: that saves a check for each block of each vector.
+/// The first `n` elements of each slice, so that the compiler sees the lengths: that saves a check for each block of
+/// each vector. A loop, since `map` on arrays is not always inlined.
 #[inline(always)]
 pub(super) fn first<T, const N: usize>(mut x: [&[T]; N], n: usize) -> [&[T]; N] {
     for x in &mut x {
         *x = &x[..n];
     }
     x
+}
+
+/// Each slice as whole chunks, without what is left.
+#[inline(always)]
+pub(super) fn chunks<const C: usize, T, const N: usize>(x: [&[T]; N]) -> [&[[T; C]]; N] {
+    let mut out: [&[[T; C]]; N] = [&[]; N];
+    for t in 0..N {
+        out[t] = x[t].as_chunks::<C>().0;
+    }
+    out
 }
 
 /// 32 bytes.
@@ -33,6 +43,13 @@ pub(super) fn load16<T: bytemuck::Pod>(bytes: &[T; 16]) -> __m128i {
 #[inline]
 pub(super) fn load_f32(x: &[f32; 8]) -> __m256 {
     bytemuck::pod_read_unaligned(bytemuck::cast_slice(x))
+}
+
+/// 32 f32.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn load_4_f32(x: &[f32; 32]) -> [__m256; 4] {
+    bytemuck::cast(*x)
 }
 
 /// Eight f32 to memory.
