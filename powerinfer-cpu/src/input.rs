@@ -167,12 +167,6 @@ impl<'a> Input<'a> {
         self.n_cols
     }
 
-    /// One vector as it is.
-    #[inline]
-    pub(crate) fn f32(&self, row: usize) -> &'a [f32] {
-        &self.x[row * self.n_cols..][..self.n_cols]
-    }
-
     /// Some vectors as they are.
     #[inline]
     pub(crate) fn f32s<const T: usize>(&self, rows: [usize; T]) -> [&'a [f32]; T] {
@@ -227,7 +221,7 @@ mod tests {
         let input = buffers.prepare(&mut pool, &x, 256, Forms { x8: true, x8k: true });
         assert_eq!((input.n_rows(), input.n_cols()), (2, 256));
         for row in 0..2 {
-            for (i, x) in input.f32(row).iter().enumerate() {
+            for (i, x) in input.f32s([row])[0].iter().enumerate() {
                 let b = &input.x8s([row])[0][i / 32];
                 // Half a step, and the rounding of the scale to f16 (2^-11) over 127 steps.
                 assert!((x - b.d * f32::from(b.q[i % 32])).abs() <= b.d * 0.57);
@@ -235,10 +229,10 @@ mod tests {
             let b = &input.x8s([row])[0][3];
             assert_eq!(b.sum, b.d * b.q.iter().map(|&q| f32::from(q)).sum::<f32>());
             let mut expected = [BlockQ8K::zeroed()];
-            quantize_q8_k(input.f32(row), &mut expected);
+            quantize_q8_k(input.f32s([row])[0], &mut expected);
             assert_eq!(input.x8ks([row])[0], expected);
             let mut expected = [BlockQ8_0::zeroed(); 8];
-            quantize_q8_0(input.f32(row), &mut expected);
+            quantize_q8_0(input.f32s([row])[0], &mut expected);
             for (b, e) in input.x8s([row])[0].iter().zip(&expected) {
                 assert_eq!((b.d, b.q), (e.d.to_f32(), e.qs));
             }

@@ -71,7 +71,7 @@ fn seen(ty: WeightType, x: &Input<'_>, row: usize) -> Vec<f32> {
         Forms { x8k: true, .. } => {
             x.x8ks([row])[0].iter().flat_map(|b| b.qs.map(|q| b.d * f32::from(q))).collect()
         }
-        _ => x.f32(row).to_vec(),
+        _ => x.f32s([row])[0].to_vec(),
     }
 }
 

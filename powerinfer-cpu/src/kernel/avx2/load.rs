@@ -59,6 +59,35 @@ pub(super) fn store_f32(x: __m256, to: &mut [f32; 8]) {
     *to = bytemuck::cast(x);
 }
 
+/// Eight integers as f32; extended as they are loaded.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn load_i8(x: &[i8; 8]) -> __m256 {
+    let bytes = _mm_cvtsi64_si128(bytemuck::pod_read_unaligned(bytemuck::cast_slice(x)));
+    _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))
+}
+
+/// 32 integers as f32.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn load_32_i8(x: &[i8; 32]) -> [__m256; 4] {
+    let x8 = x.as_chunks::<8>().0;
+    [load_i8(&x8[0]), load_i8(&x8[1]), load_i8(&x8[2]), load_i8(&x8[3])]
+}
+
+/// The 32 integers of a register as f32.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn i8_to_f32(q: __m256i) -> [__m256; 4] {
+    let (low, high) = (_mm256_castsi256_si128(q), _mm256_extracti128_si256::<1>(q));
+    let parts = [low, _mm_srli_si128::<8>(low), high, _mm_srli_si128::<8>(high)];
+    let mut out = [_mm256_setzero_ps(); 4];
+    for k in 0..4 {
+        out[k] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(parts[k]));
+    }
+    out
+}
+
 /// Eight f16 as f32.
 #[target_feature(enable = "avx2,f16c")]
 #[inline]
