@@ -12,6 +12,7 @@ Usage:
     python tools/check_gguf_writer.py --llama-cpp vocab FILE...   # pip install llama-cpp-python==0.3.36
     python tools/check_gguf_writer.py --llama-cpp full FILE...    # load all tensors and decode one token
 
+llama.cpp has no architecture `opt` and reads no sparse (`PWRI`) file: those fail with --llama-cpp.
 Exit status: 0 all files right, 1 not.
 """
 import argparse

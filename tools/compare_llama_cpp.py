@@ -5,7 +5,8 @@ Both read the same prompt length in one batch and then decode greedily after it,
 drifts, so the two run one after the other, in alternating order, and the ratio is taken within each pair; the medians
 of figures and of ratios are printed, with the smallest and largest ratio beside them. One pair is run first and thrown
 away. Each run is a process of its own, whose peak resident memory is read from the operating system (mapped file pages
-count, for both). Nothing is checked here: check_smollm2.py says whether the answers are right.
+count, for both). Use an idle machine: with other work on its cores, llama.cpp's spinning threads wait for each other and
+its figures for two and more threads collapse. Nothing is checked here: check_smollm2.py says whether the answers are right.
 
 Usage:
     python tools/compare_llama_cpp.py --cli target/release/powerinfer -m FILE.gguf
@@ -13,11 +14,15 @@ Usage:
     python tools/compare_llama_cpp.py --cli ... -m FILE.gguf --ours-args="--mode predictor"
 
 Packages: pip install llama-cpp-python==0.3.36 (compiles llama.cpp for this machine's instruction set; say so, and the
-machine, beside any figure that is quoted). Our CLI is called as
+machine, beside any figure that is quoted). Where the processor reports AMX but the system forbids it, llama.cpp dies of
+an illegal instruction (exit status -4) in quantised products of two and more tokens; leave AMX out of its build then:
+    export CFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" && export CXXFLAGS="$CFLAGS"
+    pip install --no-cache-dir --force-reinstall llama-cpp-python==0.3.36
+Our CLI is called as
     powerinfer bench -m FILE -p P -n N -t T --json
 and prints JSON with `prefill_tok_s` and `decode_tok_s`, each a number or {"median": number, ...}.
 
-llama.cpp runs with flash attention and threads as its library sets them by default, and a cache of f16.
+llama.cpp runs with its library's defaults (f16 cache, flash attention where it chooses so) but for the thread count.
 """
 import argparse
 import json

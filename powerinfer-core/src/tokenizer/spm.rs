@@ -13,6 +13,9 @@ pub(super) struct Spm {
     order: Vec<u32>,
     /// The token of each byte, for characters that are no token.
     bytes: Vec<Option<u32>>,
+    /// No token has a space behind another character, so no merge crosses the place before a word's space and each
+    /// word is merged by itself: the same result from a short queue.
+    merges_by_word: bool,
 }
 
 impl Spm {
@@ -31,7 +34,9 @@ impl Spm {
         let bytes = (0..=255_u8)
             .map(|byte| vocab.id_of(format!("<0x{byte:02X}>").as_bytes()).or_else(|| vocab.id_of(&[byte])))
             .collect();
-        Self { order, bytes }
+        let crosses_words = |id| vocab.text(id).is_some_and(has_inner_space);
+        let merges_by_word = !(0..vocab.len() as u32).any(crosses_words);
+        Self { order, bytes, merges_by_word }
     }
 
     /// Appends the ids of a text whose spaces are still spaces.
@@ -45,12 +50,21 @@ impl Spm {
         }
         let text = escaped.as_slice();
         merger.symbols.clear();
-        let mut start = 0;
+        let (mut start, mut after_space) = (0, true);
         while start < text.len() {
             let end = text.len().min(start + char_len(text[start]));
+            let is_space = text[start..end] == *SPACE.as_bytes();
+            if self.merges_by_word && is_space && !after_space {
+                self.merge_word(vocab, text, merger, out);
+            }
             merger.symbols.push(Symbol { id: vocab.id_of(&text[start..end]), start, end });
-            start = end;
+            (start, after_space) = (end, is_space);
         }
+        self.merge_word(vocab, text, merger, out);
+    }
+
+    /// Merges the symbols collected so far, and takes them out.
+    fn merge_word(&self, vocab: &Vocab, text: &[u8], merger: &mut Merger, out: &mut Vec<u32>) {
         merger.run(|left, right| {
             let id = vocab.id_of(&text[left.start..right.end])?;
             Some(Merge { order: self.order[id as usize], id })
@@ -61,6 +75,7 @@ impl Spm {
                 None => self.push_bytes(vocab, &text[symbol.start..symbol.end], out),
             }
         }
+        merger.symbols.clear();
     }
 
     /// A character that is no token: its bytes, or the unknown token where the vocabulary lacks them.
@@ -72,6 +87,13 @@ impl Spm {
             out.extend(unknown);
         }
     }
+}
+
+/// Whether a space follows another character.
+fn has_inner_space(text: &[u8]) -> bool {
+    let space = SPACE.as_bytes();
+    let ends_in_space = |end: usize| text[..end].ends_with(space);
+    (1..text.len()).any(|at| text[at..].starts_with(space) && !ends_in_space(at))
 }
 
 /// Length of a UTF-8 sequence by its first byte; 1 for a byte that begins none.

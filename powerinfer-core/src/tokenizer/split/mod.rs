@@ -46,6 +46,9 @@ pub enum PreTokenizer {
     /// As `Qwen2` on each line by itself.
     Laguna,
     /// GPT-4o: words cut where lower case turns to upper case, contractions at their end, up to three digits.
+    ///
+    /// This is the model's own pattern, in which every alphabet has case and marks belong to words; llama.cpp
+    /// approximates it for letters beyond ASCII.
     Gpt4o,
     /// As `Gpt4o` without contractions, single digits.
     Tekken,
@@ -190,32 +193,32 @@ impl PreTokenizer {
 
     /// Whether a piece that is a token as a whole becomes that token, whatever the merges say.
     pub(super) fn ignores_merges(self) -> bool {
-        matches!(self, P::Llama3 | P::MiniCpm5 | P::Tekken)
+        matches!(self, Self::Llama3 | Self::MiniCpm5 | Self::Tekken)
     }
 
     /// Whether a file that does not say so still means a BOS in front of every text.
     pub(super) fn adds_bos(self) -> bool {
-        matches!(self, P::Llama3 | P::Tekken)
+        matches!(self, Self::Llama3 | Self::Tekken)
     }
 
     fn stages(self) -> &'static [Stage] {
         use Stage::{BlankRuns, Exactly, Runs, SpacedRuns, TrailingSpace, UpTo, Words};
         match self {
-            P::Default => &[Runs(default_punctuation), Stage::Gpt2, Runs(number), Exactly(3, ascii_digit)],
-            P::Gpt2 => &[Stage::Gpt2],
-            P::StarCoder => &[UpTo(1, number), Stage::Gpt2],
-            P::Falcon => &[Runs(falcon_punctuation), Stage::Gpt2, Exactly(3, ascii_digit)],
-            P::Llama3 | P::Dbrx => &[Words(LLAMA3)],
-            P::Jais2 => &[Words(WordRules { spaces: Spaces::Halving, ..LLAMA3 })],
-            P::MiniCpm5 => &[UpTo(3, number), Words(WordRules { digits: usize::MAX, ..LLAMA3 })],
-            P::Qwen2 => &[Words(QWEN2)],
-            P::Qwen35 => &[Words(WordRules { letters: Letters::WithMarks, ..QWEN2 })],
-            P::Ufakzeka => &[Words(WordRules { contractions: Contractions::No, ..QWEN2 })],
-            P::SeedCoder => &[Words(WordRules { tail: Tail::Nothing, ..QWEN2 })],
-            P::Laguna => &[Runs(line_feed), Words(QWEN2)],
-            P::Gpt4o => &[Words(GPT4O)],
-            P::Tekken => &[Words(WordRules { letters: Letters::Cased(false), digits: 1, ..GPT4O })],
-            P::DeepSeekLlm => &[
+            Self::Default => &[Runs(default_punctuation), Stage::Gpt2, Runs(number), Exactly(3, ascii_digit)],
+            Self::Gpt2 => &[Stage::Gpt2],
+            Self::StarCoder => &[UpTo(1, number), Stage::Gpt2],
+            Self::Falcon => &[Runs(falcon_punctuation), Stage::Gpt2, Exactly(3, ascii_digit)],
+            Self::Llama3 | Self::Dbrx => &[Words(LLAMA3)],
+            Self::Jais2 => &[Words(WordRules { spaces: Spaces::Halving, ..LLAMA3 })],
+            Self::MiniCpm5 => &[UpTo(3, number), Words(WordRules { digits: usize::MAX, ..LLAMA3 })],
+            Self::Qwen2 => &[Words(QWEN2)],
+            Self::Qwen35 => &[Words(WordRules { letters: Letters::WithMarks, ..QWEN2 })],
+            Self::Ufakzeka => &[Words(WordRules { contractions: Contractions::No, ..QWEN2 })],
+            Self::SeedCoder => &[Words(WordRules { tail: Tail::Nothing, ..QWEN2 })],
+            Self::Laguna => &[Runs(line_feed), Words(QWEN2)],
+            Self::Gpt4o => &[Words(GPT4O)],
+            Self::Tekken => &[Words(WordRules { letters: Letters::Cased(false), digits: 1, ..GPT4O })],
+            Self::DeepSeekLlm => &[
                 UpTo(1, newline),
                 SpacedRuns(cased_letter),
                 SpacedRuns(deepseek_punctuation),
@@ -223,16 +226,16 @@ impl PreTokenizer {
                 Runs(deepseek_cjk),
                 Runs(number),
             ],
-            P::DeepSeekCoder => &[
+            Self::DeepSeekCoder => &[
                 UpTo(1, newline),
                 SpacedRuns(letter),
                 SpacedRuns(punctuation),
                 Runs(deepseek_cjk),
                 UpTo(1, number),
             ],
-            P::DeepSeek3 => &[UpTo(3, number), Runs(han_or_kana), Stage::DeepSeek3],
-            P::Bloom => &[BlankRuns(not_sentence_punctuation)],
-            P::Viking => &[BlankRuns(not_sentence_punctuation), UpTo(1, number)],
+            Self::DeepSeek3 => &[UpTo(3, number), Runs(han_or_kana), Stage::DeepSeek3],
+            Self::Bloom => &[BlankRuns(not_sentence_punctuation)],
+            Self::Viking => &[BlankRuns(not_sentence_punctuation), UpTo(1, number)],
         }
     }
 
@@ -241,7 +244,8 @@ impl PreTokenizer {
     /// Time and memory are linear in the text.
     pub(super) fn split(self, text: &[u8], mut piece: impl FnMut(&[u8])) {
         let text = Text::decode(text);
-        let mut pieces = vec![0..text.points.len()];
+        let whole = 0..text.points.len();
+        let mut pieces = vec![whole];
         for &stage in self.stages() {
             let mut next = Vec::with_capacity(pieces.len());
             for range in pieces {
@@ -347,9 +351,23 @@ fn falcon_punctuation(point: Point) -> bool {
     default_punctuation(point) || is_one_of(point, "`")
 }
 
-/// DeepSeek LLM lists the letters that have case, up to plane 1 but without the mathematical alphabets.
+/// DeepSeek LLM lists letters that have case one by one, and these are missing from its list.
+const UNLISTED: [(char, char); 11] = [
+    ('\u{560}', '\u{588}'),
+    ('\u{10c7}', '\u{10ff}'),
+    ('\u{1c80}', '\u{1c8f}'),
+    ('\u{2d00}', '\u{2d2f}'),
+    ('\u{a790}', '\u{a7ff}'),
+    ('\u{ab30}', '\u{ab6f}'),
+    ('\u{10570}', '\u{105bf}'),
+    ('\u{10d50}', '\u{10d8f}'),
+    ('\u{16e40}', '\u{16eff}'),
+    ('\u{1d400}', '\u{1d7ff}'),
+    ('\u{1df00}', '\u{1dfff}'),
+];
+
 fn cased_letter(point: Point) -> bool {
-    point.class.is(Class::UPPER.or(Class::LOWER)) && !in_ranges(point, &[('\u{1d400}', '\u{1d7ff}')])
+    point.class.is(Class::UPPER.or(Class::LOWER)) && !in_ranges(point, &UNLISTED)
 }
 
 fn deepseek_punctuation(point: Point) -> bool {

@@ -79,7 +79,8 @@ fn scores_must_be_numbers() {
 #[test]
 fn ids_must_be_in_the_vocabulary() {
     let n = spm_source().tokens.len();
-    let set: [(&str, fn(&mut VocabSource, u32)); 10] = [
+    type Set = fn(&mut VocabSource, u32);
+    let setters: [(&str, Set); 10] = [
         ("bos", |s, id| s.bos = Some(id)),
         ("eos", |s, id| s.eos = Some(id)),
         ("eot", |s, id| s.eot = Some(id)),
@@ -91,7 +92,7 @@ fn ids_must_be_in_the_vocabulary() {
         ("eog", |s, id| s.extra_eog.push(id)),
         ("strip", |s, id| s.rstrip.push(id)),
     ];
-    for (expected, set) in set {
+    for (expected, set) in setters {
         let error = changed(spm_source(), |s| set(s, n as u32));
         assert!(
             matches!(error, TokenizerError::IdOutOfRange { key, id, n_vocab }

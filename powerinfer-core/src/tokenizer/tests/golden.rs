@@ -1,6 +1,6 @@
 //! Ids of hard strings, recorded from other engines.
 //!
-//! The vocabularies are not part of this repository. The environment variable `POWERINFER_SHARED` names a folder
+//! The vocabularies are not part of this repository. The environment variable `POWERINFER_DATA` names a folder
 //! that holds them, with `golden/` and `models/`; without it these tests say so and pass.
 
 use super::vocab_file;
@@ -9,9 +9,9 @@ use serde_json::Value;
 use std::path::PathBuf;
 
 fn shared() -> Option<PathBuf> {
-    let folder = std::env::var_os("POWERINFER_SHARED").map(PathBuf::from);
+    let folder = std::env::var_os("POWERINFER_DATA").map(PathBuf::from);
     if folder.is_none() {
-        println!("skipped: POWERINFER_SHARED names no folder with recorded vocabularies");
+        println!("skipped: POWERINFER_DATA names no folder with recorded vocabularies");
     }
     folder
 }
@@ -87,4 +87,17 @@ fn starcoder() {
 #[test]
 fn smollm2() {
     check("golden/tokenizer-smollm2.json", "models/relu-smol/relu-smol-135m-q8_0.gguf");
+}
+
+/// The vocabulary of the small model that comes with the project.
+#[test]
+fn tiny_stories_text_comes_back() {
+    let Some(folder) = shared() else { return };
+    let (source, _) = vocab_file::read(&folder.join("models/tiny-stories-relu/tiny-stories-relu-q8_0.gguf"));
+    let tokenizer = Tokenizer::new(&source, TokenizerOptions::default()).expect("a good vocabulary");
+    assert!(tokenizer.warnings().is_empty());
+    let text = "Once upon a time, there was a little girl named Lily.\nShe didn't like \u{1f600}!  ";
+    let ids = tokenizer.encode(text, Encode::default()).expect("a short text");
+    assert!(ids.len() < text.len() / 2, "{} tokens", ids.len());
+    assert_eq!(tokenizer.decode(&ids, false).expect("known ids"), text.as_bytes());
 }

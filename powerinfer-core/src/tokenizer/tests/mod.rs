@@ -3,6 +3,7 @@
 mod behavior;
 mod errors;
 mod golden;
+mod properties;
 pub(crate) mod vocab_file;
 
 use super::{Encode, Tokenizer, VocabSource, bytes};

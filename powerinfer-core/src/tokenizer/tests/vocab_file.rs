@@ -13,7 +13,7 @@ enum Value {
     Int(i64),
     Float(f64),
     Text(Vec<u8>),
-    List(Vec<Value>),
+    List(Vec<Self>),
 }
 
 struct Cursor<'a>(&'a [u8]);
