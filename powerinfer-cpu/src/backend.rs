@@ -279,19 +279,17 @@ impl HybridBackend for CpuBackend {
         let old = self.caches.get(seq);
         if old.is_none_or(|old| old.kv_len() < kv_len) {
             let n_bytes = KvCache::n_bytes(spec, self.kv_type, kv_len);
-            if n_bytes.is_none_or(|n| Vec::<u8>::new().try_reserve_exact(n).is_err()) {
-                return Err(BackendError::OutOfMemory {
-                    backend: NAME.into(),
-                    what: format!("keys and values of {kv_len} positions"),
-                    need_bytes: n_bytes.map_or(u64::MAX, |n| n as u64),
-                    have_bytes: memory_available().unwrap_or(0),
-                });
-            }
+            expect_memory(n_bytes, || format!("keys and values of {kv_len} positions"))?;
             let mut cache = KvCache::new(spec, self.kv_type, kv_len);
             if let Some(old) = old {
                 cache.copy_from(spec, old, 0..old.kv_len());
             }
             self.caches.insert(seq, cache);
+        }
+        if max_rows > self.max_rows {
+            // The buffers of a row are its vectors, of which none is wider than these together, a dozen times at most.
+            let width = 12 * (spec.n_embd + spec.q_dim() + spec.max_n_ff()) * size_of::<f32>();
+            expect_memory(max_rows.checked_mul(width), || format!("steps of {max_rows} tokens"))?;
         }
         self.make_room(max_rows);
         Ok(())
@@ -473,6 +471,19 @@ fn score(cpu: &mut Cpu, p: &PredictorWeights, inner: &Input<'_>, out: &mut FfnIn
             }
         }
     });
+}
+
+/// Asks the system for so many bytes, and gives them back.
+fn expect_memory(n_bytes: Option<usize>, what: impl FnOnce() -> String) -> Result<(), BackendError> {
+    if n_bytes.is_some_and(|n| Vec::<u8>::new().try_reserve_exact(n).is_ok()) {
+        return Ok(());
+    }
+    Err(BackendError::OutOfMemory {
+        backend: NAME.into(),
+        what: what(),
+        need_bytes: n_bytes.map_or(u64::MAX, |n| n as u64),
+        have_bytes: memory_available().unwrap_or(0),
+    })
 }
 
 /// Free memory of the machine, where the system tells.

@@ -65,9 +65,13 @@ fn lengths(ty: WeightType) -> Vec<usize> {
 /// The vector as the product with weights of type `ty` sees it.
 fn seen(ty: WeightType, x: &Input<'_>, row: usize) -> Vec<f32> {
     match Forms::of(ty) {
-        Forms { x8: true, .. } => x.x8(row).iter().flat_map(|b| b.q.map(|q| b.d * f32::from(q))).collect(),
-        Forms { x8k: true, .. } => x.x8k(row).iter().flat_map(|b| b.qs.map(|q| b.d * f32::from(q))).collect(),
-        _ => x.f32(row).to_vec(),
+        Forms { x8: true, .. } => {
+            x.x8s([row])[0].iter().flat_map(|b| b.q.map(|q| b.d * f32::from(q))).collect()
+        }
+        Forms { x8k: true, .. } => {
+            x.x8ks([row])[0].iter().flat_map(|b| b.qs.map(|q| b.d * f32::from(q))).collect()
+        }
+        _ => x.f32s([row])[0].to_vec(),
     }
 }
 
