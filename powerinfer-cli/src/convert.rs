@@ -1,9 +1,9 @@
 //! Joins a dense ReLU model and its predictors to one `PWRI` file.
 //!
 //! The FFN's down projection is what changes: a neuron's part of it is a column in a dense file and becomes a
-//! row, so that skipping the neuron skips bytes. Floats are transposed without loss. Quantised weights have their
-//! blocks along the other axis and must be quantised again, which makes a slightly different model: how much it
-//! differs is measured and reported, and `down_from` avoids the second rounding.
+//! row, so that skipping the neuron skips bytes. Floats are transposed without loss. Quantised weights have
+//! their blocks along the other axis and must be quantised again, which makes a slightly different model: how
+//! much it differs is measured and reported, and `down_from` avoids the second rounding.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -39,13 +39,13 @@ pub(crate) struct ConvertRequest {
     pub(crate) activation: Option<Activation>,
     /// Type for every matrix. Without it they stay as they are.
     pub(crate) matrix_type: Option<WeightType>,
-    /// Type of the down projections, in place of `matrix_type`. Without both they keep their type where it has
-    /// an encoder and fits, and become F16 otherwise.
+    /// Type of the down projections, in place of `matrix_type`. Without both they keep their type where it
+    /// has an encoder and fits, and become F16 otherwise.
     pub(crate) down_type: Option<WeightType>,
     /// Type of the predictors, in place of `matrix_type`; F16 without both.
     pub(crate) predictor_type: Option<WeightType>,
-    /// Safetensors file with the unquantised `model.layers.N.mlp.down_proj.weight` to make the down projections
-    /// from. It is held in memory.
+    /// Safetensors file with the unquantised `model.layers.N.mlp.down_proj.weight` to make the down
+    /// projections from. It is held in memory.
     pub(crate) down_from: Option<PathBuf>,
     /// In place of the threshold that the predictors come with.
     pub(crate) sparse_threshold: Option<f32>,
@@ -262,7 +262,7 @@ pub(crate) enum ConvertError {
         ty: WeightType,
     },
     /// Rows that are no whole number of blocks.
-    #[error("tensor `{tensor}` cannot be {ty}: its rows have {n_cols} values, no multiple of {}", ty.block_len())]
+    #[error("tensor `{tensor}` cannot be {ty}: a row of {n_cols} is no multiple of {}", ty.block_len())]
     RowLength {
         /// Its name.
         tensor: String,
@@ -281,7 +281,7 @@ pub(crate) enum ConvertError {
     },
     /// Predictors of another model.
     #[error(
-        "the predictors are of another model: in layer {layer} they have {dim} {got}, the model has {expected}"
+        "the predictors are of another model: {dim} of layer {layer} is {got}, in the model it is {expected}"
     )]
     PredictorShape {
         /// The layer.
@@ -295,7 +295,7 @@ pub(crate) enum ConvertError {
     },
     /// Unquantised weights of another model.
     #[error(
-        "`{tensor}` in the unquantised weights is of another model: it differs from layer {layer} by {:.0} %, \
+        "unquantised `{tensor}` is of another model: it differs from layer {layer} by {:.0} %, \
          rounding explains less than {:.0} %",
         100.0 * distance,
         100.0 * MAX_SOURCE_DISTANCE
@@ -313,8 +313,8 @@ pub(crate) enum ConvertError {
 /// Called after each tensor with its name, and the bytes of tensor data that are written and that will be.
 pub(crate) type Progress<'p> = dyn FnMut(&str, u64, u64) + 'p;
 
-/// Writes the model of `request` with its predictors as a `PWRI` file. Tensors go through memory one at a time;
-/// the file appears when it is complete.
+/// Writes the model of `request` with its predictors as a `PWRI` file. Tensors go through memory one at a
+/// time; the file appears when it is complete.
 ///
 /// Keys are copied; `<arch>.hidden_act` and `powerinfer.sparse_threshold` are set. `blk.N.ffn_down` becomes
 /// `blk.N.ffn_down_t`, the predictors become `blk.N.fc1` and `blk.N.fc2`, other tensors keep their names.
@@ -336,10 +336,10 @@ pub(crate) fn convert(
     let n_embd = read_u32(model.metadata(), &format!("{arch}.embedding_length")).map_err(model_error)?;
     let source =
         Source { model: &model, predictor: &predictor, down_from: down_from.as_ref(), n_layer, n_embd };
-    let n_ff = source.check_shapes()?;
+    source.check_shapes()?;
     let sparse_threshold = threshold(request, &predictor, &mut notes)?;
     let types = Types::choose(request, &source, &mut notes)?;
-    let items = source.items(&types, &n_ff)?;
+    let items = source.items(&types)?;
     say_compatibility(&items, arch, &types, &mut notes);
 
     let n_tensors = items.len();
@@ -466,27 +466,23 @@ impl<'m> Source<'m> {
         (0..).map(LayerId).take(self.n_layer)
     }
 
-    /// Checks that model, predictors and unquantised weights fit each other; the neurons of each layer.
-    fn check_shapes(&self) -> Result<Vec<usize>, ConvertError> {
+    /// Checks that model, predictors and unquantised weights fit each other.
+    fn check_shapes(&self) -> Result<(), ConvertError> {
         if self.predictor.n_layer() != self.n_layer {
             let (expected, got) = (self.n_layer, self.predictor.n_layer());
             return Err(ConvertError::PredictorLayers { expected, got });
         }
-        let layers = self.layers().zip(self.predictor.layers());
-        layers
-            .map(|(layer, predictor)| {
-                let up = self.tensor(&format!("blk.{layer}.ffn_up.weight"))?;
-                let n_ff = up.n_rows();
-                check_dims(&up, &[self.n_embd, n_ff])?;
-                check_dims(&self.tensor(&down_name(layer))?, &[n_ff, self.n_embd])?;
-                let dims = [("n_embd", self.n_embd, predictor.n_embd()), ("n_ff", n_ff, predictor.n_ff())];
-                if let Some((dim, expected, got)) = dims.into_iter().find(|(_, model, got)| model != got) {
-                    return Err(ConvertError::PredictorShape { layer, dim, expected, got });
-                }
-                self.check_down_from(layer, n_ff)?;
-                Ok(n_ff)
-            })
-            .collect()
+        self.layers().zip(self.predictor.layers()).try_for_each(|(layer, predictor)| {
+            let up = self.tensor(&format!("blk.{layer}.ffn_up.weight"))?;
+            let n_ff = up.n_rows();
+            check_dims(&up, &[self.n_embd, n_ff])?;
+            check_dims(&self.tensor(&down_name(layer))?, &[n_ff, self.n_embd])?;
+            let dims = [("n_embd", self.n_embd, predictor.n_embd()), ("n_ff", n_ff, predictor.n_ff())];
+            if let Some((dim, expected, got)) = dims.into_iter().find(|(_, model, got)| model != got) {
+                return Err(ConvertError::PredictorShape { layer, dim, expected, got });
+            }
+            self.check_down_from(layer, n_ff)
+        })
     }
 
     /// Checks that the unquantised weights are those of the model, by shape and by values.
@@ -510,7 +506,7 @@ impl<'m> Source<'m> {
     }
 
     /// Every tensor of the file to write.
-    fn items(&self, types: &Types, n_ff: &[usize]) -> Result<Vec<Item<'m>>, ConvertError> {
+    fn items(&self, types: &Types) -> Result<Vec<Item<'m>>, ConvertError> {
         let mut items = Vec::new();
         for tensor in self.model.tensors() {
             items.push(self.item(tensor, types)?);
@@ -525,7 +521,6 @@ impl<'m> Source<'m> {
                 });
             }
         }
-        debug_assert_eq!(n_ff.len(), self.n_layer, "one number for each layer");
         items.iter().try_for_each(Item::check_rows)?;
         Ok(items)
     }
@@ -618,7 +613,7 @@ impl Types {
             None if fits(stored) => stored,
             None => {
                 notes.push(format!(
-                    "down projections become F16: {stored} has no encoder here, or its blocks do not fit rows of {}",
+                    "down projections become F16: {stored} has no encoder, or its blocks do not fit rows of {}",
                     source.n_embd
                 ));
                 WeightType::F16
@@ -633,8 +628,8 @@ impl Types {
     }
 }
 
-/// Ranks are often no multiple of 32. Asked for by itself, a type that does not fit is an error later on; as part of
-/// a type for every matrix it gives way.
+/// Ranks are often no multiple of 32. Asked for by itself, a type that does not fit is an error later on; as
+/// part of a type for every matrix it gives way.
 fn predictor_type(request: &ConvertRequest, source: &Source<'_>, notes: &mut Vec<String>) -> WeightType {
     let wanted = request.predictor_type.or(request.matrix_type).unwrap_or(WeightType::F16);
     let misfit = source.predictor.layers().iter().find(|layer| wanted.row_bytes(layer.rank()).is_none());

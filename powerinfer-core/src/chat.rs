@@ -107,6 +107,16 @@ pub enum ChatError {
         /// The template engine's error.
         source: minijinja::Error,
     },
+    /// The template is nested so deeply that parsing it could overflow the stack.
+    #[error("chat template, line {line}: more than {limit} {what}")]
+    TooComplex {
+        /// Line of the template, from 1.
+        line: usize,
+        /// What there is too much of.
+        what: &'static str,
+        /// The most that is accepted.
+        limit: usize,
+    },
     /// The template uses a filter, test or function that does not exist here.
     #[error("chat template, line {line}: not supported: {detail}")]
     Unsupported {
@@ -170,7 +180,7 @@ impl ChatTemplate {
     ///
     /// # Errors
     ///
-    /// [`ChatError::Syntax`] and [`ChatError::Unsupported`], with the line. A template may hide a call of something
+    /// [`ChatError::Syntax`], [`ChatError::TooComplex`] and [`ChatError::Unsupported`], with the line. A template may hide a call of something
     /// unsupported where the small conversation does not reach; rendering then gives the same error.
     pub fn parse_with(source: &str, limits: ChatLimits) -> Result<Self, ChatError> {
         let mut env = Environment::new();
@@ -185,8 +195,13 @@ impl ChatTemplate {
         env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
         env.set_fuel(Some(limits.fuel));
         python::add_to(&mut env);
-        env.add_template_owned(NAME, python::without_generation_blocks(source)).map_err(|error| {
-            ChatError::Syntax { line: error.line().unwrap_or(1), detail: detail(&error), source: error }
+        let source = python::prepare(source).map_err(|python::TooComplex { line, what, limit }| {
+            ChatError::TooComplex { line, what, limit }
+        })?;
+        env.add_template_owned(NAME, source).map_err(|error| ChatError::Syntax {
+            line: error.line().unwrap_or(1),
+            detail: detail(&error),
+            source: error,
         })?;
         let template = Self { env, limits };
         match template.render(&ChatInput {

@@ -259,3 +259,12 @@ fn logits_are_bit_equal_for_any_number_of_threads() {
         }
     }
 }
+
+#[test]
+fn handles_go_where_a_server_needs_them() {
+    fn shared<T: Send + Sync + 'static>() {}
+    fn moved<T: Send + 'static>() {}
+    shared::<Model>();
+    shared::<CancelToken>();
+    moved::<powerinfer_core::Session>();
+}

@@ -1,8 +1,10 @@
 //! The KV cache, and attention over it.
 
-use powerinfer_sparse_ops::{ModelSpec, SeqId, StepRow};
+use half::f16;
+use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
+use powerinfer_sparse_ops::{ModelSpec, SeqId, StepRow, WeightType};
 
-use crate::kernel::{Floats, axpy_f32, dot_f32};
+use crate::kernel::{AXPY_ROWS, axpy, dot_f32};
 use crate::level::CpuLevel;
 use crate::matmul::Cpu;
 
@@ -45,19 +47,25 @@ impl Values {
         }
     }
 
-    fn part(&self, at: usize, n: usize) -> Floats<'_> {
+    fn part(&self, at: usize, n: usize) -> &[u8] {
         match self {
-            Self::F16(v) => Floats::F16(&v[at..at + n]),
-            Self::F32(v) => Floats::F32(&v[at..at + n]),
+            Self::F16(v) => bytemuck::cast_slice(&v[at..at + n]),
+            Self::F32(v) => bytemuck::cast_slice(&v[at..at + n]),
+        }
+    }
+
+    fn ty(&self) -> WeightType {
+        match self {
+            Self::F16(_) => WeightType::F16,
+            Self::F32(_) => WeightType::F32,
         }
     }
 
     fn write(&mut self, at: usize, values: &[f32]) {
         match self {
             Self::F16(v) => {
-                for (to, &x) in v[at..at + values.len()].iter_mut().zip(values) {
-                    *to = half::f16::from_f32(x).to_bits();
-                }
+                let to: &mut [f16] = v[at..at + values.len()].reinterpret_cast_mut();
+                to.convert_from_f32_slice(values);
             }
             Self::F32(v) => v[at..at + values.len()].copy_from_slice(values),
         }
@@ -221,7 +229,7 @@ fn attend_head(
         let scores = &mut scores[..POSITIONS.min(n - first)];
         let mut new_max = max;
         for (i, score) in scores.iter_mut().enumerate() {
-            *score = dot_f32(level, cache.k.part(at(first + i), q.len()), q) * scale;
+            *score = dot_f32(level, cache.k.ty(), cache.k.part(at(first + i), q.len()), q) * scale;
             new_max = new_max.max(*score);
         }
         // At first exp(−∞) = 0, of sums that are 0.
@@ -231,10 +239,18 @@ fn attend_head(
             out.iter_mut().for_each(|o| *o *= shrink);
         }
         max = new_max;
-        for (i, score) in scores.iter().enumerate() {
-            let share = (score - max).exp();
-            total += share;
-            axpy_f32(level, share, cache.v.part(at(first + i), q.len()), out);
+        for score in scores.iter_mut() {
+            *score = (*score - max).exp();
+            total += *score;
+        }
+        let value = |i: usize| cache.v.part(at(first + i), q.len());
+        let (groups, rest) = scores.as_chunks::<AXPY_ROWS>();
+        for (i, shares) in groups.iter().enumerate() {
+            let values = std::array::from_fn(|j| value(i * AXPY_ROWS + j));
+            axpy(level, cache.v.ty(), *shares, values, out);
+        }
+        for (i, &share) in rest.iter().enumerate() {
+            axpy(level, cache.v.ty(), [share], [value(groups.len() * AXPY_ROWS + i)], out);
         }
     }
     out.iter_mut().for_each(|o| *o /= total);
@@ -261,11 +277,10 @@ mod tests {
         caches.write(&spec, 1, &[row(0, 2), row(0, 3)], &k, &v);
         caches.copy(&spec, SeqId(0), SeqId(1), 0..3);
         let to = caches.get(SeqId(1)).unwrap();
-        let value =
-            |values: &Values, layer: usize, pos: usize| match values.part((layer * 9 + pos) * kv_dim, 1) {
-                Floats::F16(v) => half::f16::from_bits(v[0]).to_f32(),
-                _ => panic!("an F16 cache"),
-            };
+        let value = |values: &Values, layer: usize, pos: usize| {
+            let bytes = values.part((layer * 9 + pos) * kv_dim, 1);
+            f16::from_le_bytes([bytes[0], bytes[1]]).to_f32()
+        };
         assert_eq!((value(&to.k, 1, 2), value(&to.v, 1, 2)), (1.0, 2.0));
         assert_eq!((value(&to.k, 1, 3), value(&to.k, 0, 2)), (0.0, 0.0));
         caches.copy(&spec, SeqId(1), SeqId(1), 0..3);

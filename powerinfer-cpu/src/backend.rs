@@ -15,7 +15,7 @@ use crate::input::{Forms, Input, InputBuffers};
 use crate::kernel::{AXPY_TYPES, TILE, dot_rows};
 use crate::level::CpuLevel;
 use crate::matmul::{Cpu, matmul};
-use crate::ops::{add, norm, rope_table, rotate};
+use crate::ops::{add, add_batch, norm, rope_table, rotate};
 use crate::pool::{Pool, default_threads};
 
 /// Name in messages and summaries.
@@ -279,19 +279,17 @@ impl HybridBackend for CpuBackend {
         let old = self.caches.get(seq);
         if old.is_none_or(|old| old.kv_len() < kv_len) {
             let n_bytes = KvCache::n_bytes(spec, self.kv_type, kv_len);
-            if n_bytes.is_none_or(|n| Vec::<u8>::new().try_reserve_exact(n).is_err()) {
-                return Err(BackendError::OutOfMemory {
-                    backend: NAME.into(),
-                    what: format!("keys and values of {kv_len} positions"),
-                    need_bytes: n_bytes.map_or(u64::MAX, |n| n as u64),
-                    have_bytes: memory_available().unwrap_or(0),
-                });
-            }
+            expect_memory(n_bytes, || format!("keys and values of {kv_len} positions"))?;
             let mut cache = KvCache::new(spec, self.kv_type, kv_len);
             if let Some(old) = old {
                 cache.copy_from(spec, old, 0..old.kv_len());
             }
             self.caches.insert(seq, cache);
+        }
+        if max_rows > self.max_rows {
+            // The buffers of a row are its vectors, of which none is wider than these together, a dozen times at most.
+            let width = 12 * (spec.n_embd + spec.q_dim() + spec.max_n_ff()) * size_of::<f32>();
+            expect_memory(max_rows.checked_mul(width), || format!("steps of {max_rows} tokens"))?;
         }
         self.make_room(max_rows);
         Ok(())
@@ -343,17 +341,15 @@ impl HybridBackend for CpuBackend {
         linear(cpu, &w.k, &input, k);
         linear(cpu, &w.v, &input, v);
         if let Some(rope) = &spec.rope {
-            for (row, table) in s.rope.chunks_exact(rope.freqs.len()).take(n).enumerate() {
-                rotate(rope, spec.head_dim, table, &mut q[row * spec.q_dim()..][..spec.q_dim()]);
-                rotate(rope, spec.head_dim, table, &mut k[row * spec.kv_dim()..][..spec.kv_dim()]);
-            }
+            rotate(&mut cpu.pool, rope, spec.head_dim, &s.rope, q, spec.q_dim());
+            rotate(&mut cpu.pool, rope, spec.head_dim, &s.rope, k, spec.kv_dim());
         }
         self.caches.write(spec, layer.index(), step.rows, k, v);
         let mixed = &mut s.mixed[..n * spec.q_dim()];
         attention(cpu, spec, &self.caches, layer.index(), step.rows, q, mixed);
         let input = s.inputs.prepare(&mut cpu.pool, mixed, spec.q_dim(), Forms::of(w.output.weight.ty()));
         linear(cpu, &w.output, &input, x);
-        add(h, x);
+        add_batch(&mut cpu.pool, h, x);
 
         let weight_bytes: usize = [&w.q, &w.k, &w.v, &w.output].iter().map(|l| l.weight.n_bytes()).sum();
         self.cost.weight_bytes += weight_bytes as u64;
@@ -414,13 +410,13 @@ impl HybridBackend for CpuBackend {
     fn ffn_finish(&mut self, ticket: Ticket, acc: &mut [f32]) {
         let partial = &mut self.scratch.partial[ticket.slot as usize % 2];
         assert_eq!(partial.slot.take(), Some(ticket.slot), "a ticket is finished once, where it was made");
-        add(acc, &partial.sum[..ticket.n_rows * self.spec.n_embd]);
+        add_batch(&mut self.cpu.pool, acc, &partial.sum[..ticket.n_rows * self.spec.n_embd]);
     }
 
     fn ffn_add(&mut self, layer: LayerId, acc: &[f32]) {
         let n_embd = self.spec.n_embd;
         let h = &mut self.scratch.h[..self.n_rows * n_embd];
-        add(h, acc);
+        add_batch(&mut self.cpu.pool, h, acc);
         if let Some(bias) = &dense(&self.layers, layer).ffn_down_bias {
             h.chunks_exact_mut(n_embd).for_each(|row| add(row, bias));
         }
@@ -475,6 +471,19 @@ fn score(cpu: &mut Cpu, p: &PredictorWeights, inner: &Input<'_>, out: &mut FfnIn
             }
         }
     });
+}
+
+/// Asks the system for so many bytes, and gives them back.
+fn expect_memory(n_bytes: Option<usize>, what: impl FnOnce() -> String) -> Result<(), BackendError> {
+    if n_bytes.is_some_and(|n| Vec::<u8>::new().try_reserve_exact(n).is_ok()) {
+        return Ok(());
+    }
+    Err(BackendError::OutOfMemory {
+        backend: NAME.into(),
+        what: what(),
+        need_bytes: n_bytes.map_or(u64::MAX, |n| n as u64),
+        have_bytes: memory_available().unwrap_or(0),
+    })
 }
 
 /// Free memory of the machine, where the system tells.

@@ -167,25 +167,34 @@ impl<'a> Input<'a> {
         self.n_cols
     }
 
-    /// One vector as it is.
+    /// Some vectors as they are.
     #[inline]
-    pub(crate) fn f32(&self, row: usize) -> &'a [f32] {
-        &self.x[row * self.n_cols..][..self.n_cols]
+    pub(crate) fn f32s<const T: usize>(&self, rows: [usize; T]) -> [&'a [f32]; T] {
+        rows_of(self.x, self.n_cols, rows)
     }
 
-    /// One vector in blocks of 32.
+    /// Some vectors in blocks of 32.
     #[inline]
-    pub(crate) fn x8(&self, row: usize) -> &'a [BlockX8] {
-        let n = self.n_cols / 32;
-        &self.x8[row * n..][..n]
+    pub(crate) fn x8s<const T: usize>(&self, rows: [usize; T]) -> [&'a [BlockX8]; T] {
+        rows_of(self.x8, self.n_cols / 32, rows)
     }
 
-    /// One vector in blocks of 256.
+    /// Some vectors in blocks of 256.
     #[inline]
-    pub(crate) fn x8k(&self, row: usize) -> &'a [BlockQ8K] {
-        let n = self.n_cols / 256;
-        &self.x8k[row * n..][..n]
+    pub(crate) fn x8ks<const T: usize>(&self, rows: [usize; T]) -> [&'a [BlockQ8K]; T] {
+        rows_of(self.x8k, self.n_cols / 256, rows)
     }
+}
+
+/// Some rows of `n` elements. A loop, since `map` on arrays is not always inlined, and this runs for each row of
+/// weights.
+#[inline(always)]
+fn rows_of<B, const T: usize>(x: &[B], n: usize, rows: [usize; T]) -> [&[B]; T] {
+    let mut out: [&[B]; T] = [&[]; T];
+    for t in 0..T {
+        out[t] = &x[rows[t] * n..][..n];
+    }
+    out
 }
 
 #[cfg(test)]
@@ -212,19 +221,19 @@ mod tests {
         let input = buffers.prepare(&mut pool, &x, 256, Forms { x8: true, x8k: true });
         assert_eq!((input.n_rows(), input.n_cols()), (2, 256));
         for row in 0..2 {
-            for (i, x) in input.f32(row).iter().enumerate() {
-                let b = &input.x8(row)[i / 32];
+            for (i, x) in input.f32s([row])[0].iter().enumerate() {
+                let b = &input.x8s([row])[0][i / 32];
                 // Half a step, and the rounding of the scale to f16 (2^-11) over 127 steps.
                 assert!((x - b.d * f32::from(b.q[i % 32])).abs() <= b.d * 0.57);
             }
-            let b = &input.x8(row)[3];
+            let b = &input.x8s([row])[0][3];
             assert_eq!(b.sum, b.d * b.q.iter().map(|&q| f32::from(q)).sum::<f32>());
             let mut expected = [BlockQ8K::zeroed()];
-            quantize_q8_k(input.f32(row), &mut expected);
-            assert_eq!(input.x8k(row), expected);
+            quantize_q8_k(input.f32s([row])[0], &mut expected);
+            assert_eq!(input.x8ks([row])[0], expected);
             let mut expected = [BlockQ8_0::zeroed(); 8];
-            quantize_q8_0(input.f32(row), &mut expected);
-            for (b, e) in input.x8(row).iter().zip(&expected) {
+            quantize_q8_0(input.f32s([row])[0], &mut expected);
+            for (b, e) in input.x8s([row])[0].iter().zip(&expected) {
                 assert_eq!((b.d, b.q), (e.d.to_f32(), e.qs));
             }
         }

@@ -48,6 +48,14 @@ pub(crate) fn add(to: &mut [f32], values: &[f32]) {
     }
 }
 
+/// `to += values`, shared out.
+pub(crate) fn add_batch(pool: &mut Pool, to: &mut [f32], values: &[f32]) {
+    // Four rows of 4096 wide models; less is not worth waking a thread for.
+    const PIECE: usize = 1 << 14;
+    assert_eq!(to.len(), values.len(), "lengths of a sum");
+    pool.run_pieces(to, PIECE, |piece, to| add(to, &values[piece * PIECE..][..to.len()]));
+}
+
 /// Cosine and sine of every pair for each row of a step, magnitude included: once a step, for all layers and
 /// heads.
 ///
@@ -62,8 +70,20 @@ pub(crate) fn rope_table(rope: &Rope, rows: &[StepRow], table: &mut [(f32, f32)]
     }
 }
 
-/// Rotates each head of `x [n_heads, head_dim]` by one row of the table.
-pub(crate) fn rotate(rope: &Rope, head_dim: usize, table: &[(f32, f32)], x: &mut [f32]) {
+/// Rotates every head of every row of `x [n_rows, n_heads · head_dim]` by its row of the table.
+pub(crate) fn rotate(
+    pool: &mut Pool,
+    rope: &Rope,
+    head_dim: usize,
+    table: &[(f32, f32)],
+    x: &mut [f32],
+    row_len: usize,
+) {
+    let n_pairs = rope.freqs.len();
+    pool.run_pieces(x, row_len, |row, x| rotate_row(rope, head_dim, &table[row * n_pairs..][..n_pairs], x));
+}
+
+fn rotate_row(rope: &Rope, head_dim: usize, table: &[(f32, f32)], x: &mut [f32]) {
     for head in x.chunks_exact_mut(head_dim) {
         for (pair, &(cos, sin)) in table.iter().enumerate() {
             let (a, b) = rope.pair(pair);
@@ -99,10 +119,10 @@ mod tests {
         let rows = [0, 2].map(|pos| StepRow { seq: SeqId(0), pos, token: TokenId(0) });
         let mut table = [(0.0, 0.0); 4];
         rope_table(&rope, &rows, &mut table);
-        let mut x = [1.0, 0.0, 0.0, 0.0, 7.0];
-        rotate(&rope, 5, &table[..2], &mut x);
-        assert_eq!(x, [1.0, 0.0, 0.0, 0.0, 7.0]);
-        rotate(&rope, 5, &table[2..], &mut x);
-        assert_eq!(x, [2f32.cos(), 0.0, 2f32.sin(), 0.0, 7.0]);
+        let x = [1.0, 0.0, 0.0, 0.0, 7.0];
+        let mut x = [x, x].concat();
+        rotate(&mut Pool::try_new(2).unwrap(), &rope, 5, &table, &mut x, 5);
+        assert_eq!(x[..5], [1.0, 0.0, 0.0, 0.0, 7.0]);
+        assert_eq!(x[5..], [2f32.cos(), 0.0, 2f32.sin(), 0.0, 7.0]);
     }
 }

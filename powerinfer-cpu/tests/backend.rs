@@ -36,12 +36,16 @@ fn a_type_without_a_kernel_is_refused_by_name() {
 }
 
 #[test]
-fn a_cache_beyond_memory_is_an_error_and_a_longer_one_keeps_its_content() {
+fn what_is_beyond_memory_is_an_error_and_a_longer_cache_keeps_its_content() {
     let model = TinyModel::new(TinyOptions::default());
     let mut cpu = backend(&model, 1, CpuLevel::detect(), KvType::F16);
     model.load_all(&mut cpu);
     for kv_len in [usize::MAX, usize::MAX / 256] {
         let error = cpu.reserve(SeqId(0), kv_len, 1).unwrap_err();
+        assert!(matches!(error, BackendError::OutOfMemory { .. }), "{error}");
+    }
+    for max_rows in [usize::MAX, usize::MAX / 65536] {
+        let error = cpu.reserve(SeqId(0), 1, max_rows).unwrap_err();
         assert!(matches!(error, BackendError::OutOfMemory { .. }), "{error}");
     }
     let mut drive = Drive::new(&model.spec, vec![&mut cpu], 8);

@@ -1,9 +1,9 @@
 //! The demo model: a small Llama with a ReLU FFN that tells children's stories, with its predictors.
 //!
 //! It is there so that examples, tests and the command line have something real to run without a download:
-//! 2.7 million parameters, 5 layers, 192 wide, 640 neurons a layer, 2048 tokens of vocabulary; on average 8 of 100
-//! neurons are active for a token. The file is a `PWRI` file in Q8_0 and carries the tokenizer. Where it comes from,
-//! and what was measured, is told in the README of this crate.
+//! 2.7 million parameters, 5 layers, 192 wide, 640 neurons a layer, 2048 tokens of vocabulary; on average 8
+//! of 100 neurons are active for a token. The file is a `PWRI` file in Q8_0 and carries the tokenizer. Where
+//! it comes from, and what was measured, is told in the README of this crate.
 //!
 //! What it is not: a useful language model. It knows the words of simple stories and nothing of the world.
 //!
@@ -18,8 +18,8 @@
 //! # Ok::<(), powerinfer_gguf::GgufError>(())
 //! ```
 //!
-//! With powerinfer-core, `Model::from_bytes(powerinfer_demo_model::MODEL, &LoadOptions::default())` loads it; no
-//! byte of the weights is copied.
+//! With powerinfer-core, `Model::from_bytes(powerinfer_demo_model::MODEL, &LoadOptions::default())` loads it;
+//! no byte of the weights is copied.
 #![forbid(unsafe_code)]
 
 /// Puts the bytes behind it at an address that is a multiple of 64.
@@ -30,8 +30,8 @@ static ALIGNED: &Aligned<[u8]> = &Aligned(*include_bytes!("../tiny-stories-relu.
 
 /// The bytes of the model file.
 ///
-/// They start at a multiple of 64 bytes in memory, so that tensors, which start at multiples of 32 in the file, are
-/// aligned for every type and can be used where they lie.
+/// They start at a multiple of 64 bytes in memory, so that tensors, which start at multiples of 32 in the
+/// file, are aligned for every type and can be used where they lie.
 pub static MODEL: &[u8] = &ALIGNED.0;
 
 #[cfg(test)]

@@ -14,8 +14,8 @@ use crate::weights::read;
 const TOKENS: &str = "tokens";
 const EXPECTED: &str = "`activation_N` and `tokens`";
 
-/// Activation statistics: for each layer and neuron, how many tokens had it active. Hot neurons are those with
-/// the highest counts.
+/// Activation statistics: for each layer and neuron, how many tokens had it active. Hot neurons are those
+/// with the highest counts.
 ///
 /// Read from `activation_counts.safetensors`: tensors `activation_N` (I64, `[n_ff]`) for each layer N, and
 /// `tokens` (I64, `[1]`), the number of tokens.
@@ -76,8 +76,8 @@ impl ActivationCounts {
         self.layers.len()
     }
 
-    /// How many tokens had each neuron of a layer active, `[n_ff]`, each at most [`Self::n_tokens`]; `None` if
-    /// there is no such layer.
+    /// How many tokens had each neuron of a layer active, `[n_ff]`, each at most [`Self::n_tokens`]; `None`
+    /// if there is no such layer.
     pub fn layer(&self, layer: LayerId) -> Option<&[u64]> {
         self.layers.get(layer.index()).map(Vec::as_slice)
     }

@@ -68,9 +68,9 @@ impl PredictorLayer {
 
 /// The predictors of all layers, and the threshold they were made for.
 ///
-/// On disk this is a folder with `model.safetensors`, which holds `model.layers.N.fc1.weight` `[rank, n_embd]` and
-/// `model.layers.N.fc2.weight` `[n_ff, rank]` as F32, F16 or BF16 for every layer N from 0, and optionally
-/// `config.json`, of which these keys count:
+/// On disk this is a folder with `model.safetensors`, which holds `model.layers.N.fc1.weight` `[rank,
+/// n_embd]` and `model.layers.N.fc2.weight` `[n_ff, rank]` as F32, F16 or BF16 for every layer N from 0, and
+/// optionally `config.json`, of which these keys count:
 ///
 /// | key | meaning |
 /// | --- | --- |
@@ -128,8 +128,9 @@ impl PredictorFile {
     /// Reads the bytes of `model.safetensors` and, if there is one, of `config.json`.
     ///
     /// # Errors
-    /// A [`PredictorError`] that names the tensor or key: not the format, a missing layer or tensor, a stray one,
-    /// another type, shapes that do not fit, a weight that is not finite, or a key of another kind of net.
+    /// A [`PredictorError`] that names the tensor or key: not the format, a missing layer or tensor, a stray
+    /// one, another type, shapes that do not fit, a weight that is not finite, or a key of another kind of
+    /// net.
     pub fn from_bytes(weights: &[u8], config: Option<&[u8]>) -> Result<Self, PredictorError> {
         let sparse_threshold = config.map(parse_config).transpose()?.flatten();
         Self::new(parse_layers(weights)?, sparse_threshold)
@@ -194,12 +195,12 @@ impl PredictorFile {
         format!("{config:#}\n").into_bytes()
     }
 
-    /// Writes `model.safetensors` and `config.json` into a folder, which is made if it is not there. Each file
-    /// is written under a temporary name first and takes its place when all bytes have reached the disk.
+    /// Writes `model.safetensors` and `config.json` into a folder, which is made if it is not there. Each
+    /// file is written under a temporary name first and takes its place when all bytes have reached the disk.
     ///
     /// # Errors
-    /// [`PredictorError::Write`] and those of [`PredictorFile::to_bytes`]. What was there before stays, unless
-    /// the second file fails: then the first one is already new.
+    /// [`PredictorError::Write`] and those of [`PredictorFile::to_bytes`]. What was there before stays,
+    /// unless the second file fails: then the first one is already new.
     pub fn write(&self, folder: impl AsRef<Path>, ty: FloatType) -> Result<(), PredictorError> {
         let folder = folder.as_ref();
         let weights = self.to_bytes(ty)?;

@@ -1,23 +1,24 @@
 //! Who will fire: files of activation predictors, activation statistics, and how good a prediction is.
 //!
-//! A model whose FFN ends in a ReLU computes most neurons for nothing, since they come out as zero. A predictor
-//! guesses from the layer's input which ones will not. For each layer it is a small net of two matrices,
+//! A model whose FFN ends in a ReLU computes most neurons for nothing, since they come out as zero. A
+//! predictor guesses from the layer's input which ones will not. For each layer it is a small net of two
+//! matrices,
 //!
 //! ```text
 //! score = fc2 · relu(fc1 · h)        fc1 [rank, n_embd], fc2 [n_ff, rank], score [n_ff]
 //! ```
 //!
-//! and a neuron is computed unless its score is below a threshold. This crate holds what belongs to that net and
-//! needs no model:
+//! and a neuron is computed unless its score is below a threshold. This crate holds what belongs to that net
+//! and needs no model:
 //!
 //! - [`PredictorFile`] reads and writes `predictor/model.safetensors` with its `config.json`;
 //! - [`ActivationCounts`] reads how often each neuron fired on some text, which says which neurons are hot;
-//! - [`QualityByLayer`] measures predictions against the truth, and [`Quality`] prints the four figures together:
-//!   a recall says nothing without the share of neurons that it was bought with;
+//! - [`QualityByLayer`] measures predictions against the truth, and [`Quality`] prints the four figures
+//!   together: a recall says nothing without the share of neurons that it was bought with;
 //! - [`WeightFile`] reads matrices of other safetensors files by name, under the same checks.
 //!
-//! What it deliberately does not do: it scores nothing (an operator of powerinfer-sparse-ops, which the backends
-//! implement), runs no model (powerinfer-core) and trains nothing yet.
+//! What it deliberately does not do: it scores nothing (an operator of powerinfer-sparse-ops, which the
+//! backends implement), runs no model (powerinfer-core) and trains nothing yet.
 //!
 //! # Files are not believed
 //!
@@ -54,8 +55,8 @@
 //! # Ok::<(), powerinfer_predictor::PredictorError>(())
 //! ```
 //!
-//! Read next: [`PredictorFile`], then `PredictorWeights` of powerinfer-sparse-ops, the form in which a backend
-//! takes a predictor.
+//! Read next: [`PredictorFile`], then `PredictorWeights` of powerinfer-sparse-ops, the form in which a
+//! backend takes a predictor.
 #![forbid(unsafe_code)]
 
 mod counts;

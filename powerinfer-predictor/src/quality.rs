@@ -43,12 +43,12 @@ pub struct QualityCounter {
 impl QualityCounter {
     /// Counts the neurons of one layer for one token, or for several whose rows follow each other.
     ///
-    /// Predicted is every neuron unless `score < threshold`, so equality and NaN count as predicted, as in the
-    /// engine. Active is every neuron whose activation is not zero.
+    /// Predicted is every neuron unless `score < threshold`, so equality and NaN count as predicted, as in
+    /// the engine. Active is every neuron whose activation is not zero.
     ///
     /// # Shapes
-    /// `scores [n_tokens, n_ff]`, raw predictor outputs; `activations [n_tokens, n_ff]`, the values behind the
-    /// ReLU.
+    /// `scores [n_tokens, n_ff]`, raw predictor outputs; `activations [n_tokens, n_ff]`, the values behind
+    /// the ReLU.
     ///
     /// # Panics
     /// If the lengths differ.
@@ -241,7 +241,8 @@ mod tests {
                 let truth: Vec<f32> = part.iter().map(|n| f32::from(u8::from(n.1))).collect();
                 into.add(&scores, 0.25, &truth);
             };
-            let (mut whole, mut first, mut second) = <(QualityCounter, QualityCounter, QualityCounter)>::default();
+            let mut whole = QualityCounter::default();
+            let (mut first, mut second) = (whole, whole);
             count(&neurons, &mut whole);
             count(&neurons[..cut], &mut first);
             count(&neurons[cut..], &mut second);

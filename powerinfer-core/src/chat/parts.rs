@@ -7,7 +7,7 @@
 
 use super::{ChatError, ChatInput, ChatTemplate, Message};
 use crate::tokenizer::Part;
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::ops::Range;
 use std::time::SystemTime;
 
@@ -34,6 +34,9 @@ const MAX_TRIED_ALONE: usize = 64;
 /// Places in one string at which a head or tail is cut when it is searched for.
 const MAX_SEARCHED_PIECES: usize = 64;
 
+/// What control tokens begin with.
+const BRACKETS: [char; 2] = ['<', '['];
+
 /// Longest tag that is kept whole.
 const MAX_TAG_CHARS: usize = 64;
 
@@ -44,8 +47,9 @@ const THINKING: [&str; 2] = ["<think>", "</think>"];
 impl ChatTemplate {
     /// The prompt for a conversation, in parts for `Tokenizer::encode_parts`.
     ///
-    /// Content is every string in the messages except roles, types and ids; variables in `extra` are the caller's own
-    /// and count as the template's.
+    /// Content is every string in the messages except ordinary roles, types, ids and keys; variables in
+    /// [`ChatInput::extra`] are the caller's own and count as the template's. `<think>` and `</think>` in an
+    /// assistant's message count as the template's too.
     ///
     /// # Errors
     ///
@@ -128,7 +132,7 @@ fn search(plain: &str, within: Range<usize>, message: &Message) -> Vec<Range<usi
         let heads = cuts.iter().rev().map(|&cut| &text[..cut]);
         let tails = std::iter::once(&0).chain(&cuts).map(|&cut| &text[cut..]);
         let mut candidates: Vec<&str> =
-            tails.chain(heads).map(str::trim).filter(|text| text.contains(['<', '['])).collect();
+            tails.chain(heads).map(str::trim).filter(|text| has_bracket(text)).collect();
         candidates.sort_by_key(|text| std::cmp::Reverse(text.len()));
         let found = candidates
             .iter()
@@ -143,28 +147,47 @@ fn search(plain: &str, within: Range<usize>, message: &Message) -> Vec<Range<usi
 }
 
 /// Calls `change` on every string of a message that a participant may have written.
+///
+/// Templates compare roles and types and look up keys, so these are left alone unless they hold a bracket: then no
+/// template knows them, and they may hold a forged control token.
 fn each_string(message: &mut Message, change: &mut impl FnMut(&str) -> Option<String>) {
-    fn walk(value: &mut Value, change: &mut impl FnMut(&str) -> Option<String>) {
-        match value {
-            Value::String(text) => {
-                if let Some(changed) = change(text) {
-                    *text = changed;
-                }
-            }
-            Value::Array(values) => values.iter_mut().for_each(|value| walk(value, change)),
-            Value::Object(map) => map
-                .iter_mut()
-                .filter(|(key, _)| !matches!(key.as_str(), "role" | "type" | "id" | "tool_call_id"))
-                .for_each(|(_, value)| walk(value, change)),
-            Value::Null | Value::Bool(_) | Value::Number(_) => {}
-        }
+    if has_bracket(&message.role) {
+        replace(&mut message.role, change);
     }
     walk(&mut message.content, change);
-    message
-        .extra
-        .iter_mut()
-        .filter(|(key, _)| !matches!(key.as_str(), "type" | "id" | "tool_call_id"))
-        .for_each(|(_, value)| walk(value, change));
+    walk_map(&mut message.extra, change);
+}
+
+fn walk(value: &mut Value, change: &mut impl FnMut(&str) -> Option<String>) {
+    match value {
+        Value::String(text) => replace(text, change),
+        Value::Array(values) => values.iter_mut().for_each(|value| walk(value, change)),
+        Value::Object(map) => walk_map(map, change),
+        Value::Null | Value::Bool(_) | Value::Number(_) => {}
+    }
+}
+
+fn walk_map(map: &mut Map<String, Value>, change: &mut impl FnMut(&str) -> Option<String>) {
+    for (mut key, mut value) in std::mem::take(map) {
+        let is_structure = matches!(key.as_str(), "role" | "type" | "id" | "tool_call_id");
+        if !is_structure || value.as_str().is_none_or(has_bracket) {
+            walk(&mut value, change);
+        }
+        if has_bracket(&key) {
+            replace(&mut key, change);
+        }
+        map.insert(key, value);
+    }
+}
+
+fn replace(text: &mut String, change: &mut impl FnMut(&str) -> Option<String>) {
+    if let Some(changed) = change(text) {
+        *text = changed;
+    }
+}
+
+fn has_bracket(text: &str) -> bool {
+    text.contains(BRACKETS)
 }
 
 /// The text in pieces that a template may want to find whole: tags, and lines between them.
@@ -179,7 +202,7 @@ fn segments(text: &str) -> impl Iterator<Item = &str> {
             let end = match rest.chars().next()? {
                 '<' => close('>').unwrap_or(1),
                 '[' => close(']').unwrap_or(1),
-                _ => rest.find(['<', '[']).unwrap_or(rest.len()),
+                _ => rest.find(BRACKETS).unwrap_or(rest.len()),
             };
             let (piece, after) = rest.split_at(end);
             rest = after;

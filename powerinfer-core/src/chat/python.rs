@@ -118,50 +118,113 @@ impl Formatter for Spaced {
     }
 }
 
-/// Replaces `{% generation %}` and `{% endgeneration %}` by blocks that do nothing.
+/// Most tokens in one tag. The engine's parser goes as deep as a tag is long, and 4000 levels took less than the 2 MiB
+/// of stack that a thread has at least.
+const MAX_TAG_TOKENS: usize = 1000;
+
+/// Most `elif` tags in a template, each of which is a level deeper than the one before; 1000 took less than 2 MiB.
+const MAX_ELIF_TAGS: usize = 256;
+
+/// What a template has too much of.
+#[derive(Debug)]
+pub(super) struct TooComplex {
+    pub(super) line: usize,
+    pub(super) what: &'static str,
+    pub(super) limit: usize,
+}
+
+/// Replaces `{% generation %}` and `{% endgeneration %}` by blocks that do nothing, and refuses what would overflow the
+/// parser's stack.
 ///
-/// They tell a training library which text is the model's own. Lines keep their numbers.
-pub(super) fn without_generation_blocks(source: &str) -> String {
+/// The blocks tell a training library which text is the model's own. Lines keep their numbers.
+pub(super) fn prepare(source: &str) -> Result<String, TooComplex> {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
+    let mut n_elif = 0;
     while let Some(at) = rest.find('{') {
         let (before, tag) = rest.split_at(at);
         out.push_str(before);
-        let len = match tag.as_bytes().get(1) {
-            Some(b'#') => tag.find("#}").map_or(tag.len(), |end| end + 2),
-            Some(b'%') => tag_len(tag, "%}"),
-            Some(b'{') => tag_len(tag, "}}"),
-            _ => 1,
+        let (len, n_tokens) = match tag.as_bytes().get(1) {
+            Some(b'#') => (tag.find("#}").map_or(tag.len(), |end| end + 2), 0),
+            Some(b'%') => measure(tag, "%}"),
+            Some(b'{') => measure(tag, "}}"),
+            _ => (1, 0),
         };
+        let too_complex =
+            |what, limit| TooComplex { line: out.bytes().filter(|&b| b == b'\n').count() + 1, what, limit };
+        if n_tokens > MAX_TAG_TOKENS {
+            return Err(too_complex("tokens in one tag", MAX_TAG_TOKENS));
+        }
         let (tag, after) = tag.split_at(len);
-        out.push_str(&without_generation(tag));
         rest = after;
+        let name = block_name(tag);
+        n_elif += usize::from(name.is_some_and(|name| name.starts_with("elif")));
+        if n_elif > MAX_ELIF_TAGS {
+            return Err(too_complex("`elif` tags", MAX_ELIF_TAGS));
+        }
+        out.push_str(&without_generation(tag));
+        if name == Some("raw") {
+            let len = raw_len(rest);
+            out.push_str(&rest[..len]);
+            rest = &rest[len..];
+        }
     }
     out.push_str(rest);
-    out
+    Ok(out)
 }
 
-/// Length of a tag up to and with its end, which does not count inside a quoted string.
-fn tag_len(tag: &str, end: &str) -> usize {
+/// Length of a tag up to and with its end, which does not count inside strings and brackets, and its tokens.
+fn measure(tag: &str, end: &str) -> (usize, usize) {
     let bytes = tag.as_bytes();
-    let mut quote = None;
+    let (mut quote, mut depth, mut n_tokens, mut in_word) = (None, 0_isize, 0, false);
     let mut at = 2;
     while at < bytes.len() {
-        match (quote, bytes[at]) {
-            (Some(_), b'\\') => at += 1,
-            (Some(open), byte) if byte == open => quote = None,
-            (None, byte @ (b'"' | b'\'')) => quote = Some(byte),
-            (None, _) if bytes[at..].starts_with(end.as_bytes()) => return at + end.len(),
-            _ => {}
+        let byte = bytes[at];
+        let is_word = byte.is_ascii_alphanumeric() || byte == b'_' || !byte.is_ascii();
+        match quote {
+            Some(_) if byte == b'\\' => at += 1,
+            Some(open) if byte == open => quote = None,
+            Some(_) => {}
+            None if depth == 0 && bytes[at..].starts_with(end.as_bytes()) => {
+                return (at + end.len(), n_tokens);
+            }
+            None => {
+                if matches!(byte, b'"' | b'\'') {
+                    quote = Some(byte);
+                }
+                depth += isize::from(matches!(byte, b'(' | b'[' | b'{'));
+                depth -= isize::from(matches!(byte, b')' | b']' | b'}'));
+                let begins_token = if is_word { !in_word } else { !byte.is_ascii_whitespace() };
+                n_tokens += usize::from(begins_token);
+            }
         }
+        in_word = is_word && quote.is_none();
         at += 1;
     }
-    tag.len()
+    (tag.len(), n_tokens)
+}
+
+/// Length of the text of a raw block, in which tags mean nothing.
+fn raw_len(text: &str) -> usize {
+    let sign = |text: &str| text.strip_prefix(['-', '+']).unwrap_or(text).len();
+    let ends = |at: usize| {
+        let inner = &text[at + 2..];
+        let name = inner[inner.len() - sign(inner)..].trim_start();
+        name.strip_prefix("endraw")
+            .map(str::trim_start)
+            .is_some_and(|end| end[end.len() - sign(end)..].starts_with("%}"))
+    };
+    text.match_indices("{%").map(|(at, _)| at).find(|&at| ends(at)).unwrap_or(text.len())
+}
+
+/// What stands in a block tag, without marks for white space.
+fn block_name(tag: &str) -> Option<&str> {
+    let inner = tag.strip_prefix("{%")?.strip_suffix("%}")?;
+    Some(inner.trim_matches(|c: char| c.is_whitespace() || c == '-' || c == '+'))
 }
 
 fn without_generation(tag: &str) -> std::borrow::Cow<'_, str> {
-    let name = tag.strip_prefix("{%").and_then(|inner| inner.strip_suffix("%}"));
-    match name.map(|inner| inner.trim_matches(|c: char| c.is_whitespace() || c == '-' || c == '+')) {
+    match block_name(tag) {
         Some("generation") => tag.replacen("generation", "if true", 1).into(),
         Some("endgeneration") => tag.replacen("endgeneration", "endif", 1).into(),
         _ => tag.into(),

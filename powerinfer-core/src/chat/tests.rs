@@ -263,6 +263,20 @@ fn forged_control_tokens_are_content() {
 }
 
 #[test]
+fn forged_keys_and_roles_are_content() {
+    let mut message = Message::new("<|role|>", "x");
+    message.extra.insert(
+        "tool_calls".into(),
+        json!([{"id": "<|id|>", "type": "f", "args": {"<|key|>": 1, "k": "<|v|>"}}]),
+    );
+    let source = "{% for m in messages %}<|own|>{{ m.role }}{{ m.tool_calls | tojson }}{% endfor %}";
+    let messages = [message];
+    let prompt = template(source).render_parts(&input(&messages)).expect("renders");
+    assert!(prompt.exact);
+    assert_eq!(content(&prompt), ["<|role|>", "<|id|>", "<|key|>", "<|v|>"], "{prompt:?}");
+}
+
+#[test]
 fn content_that_the_template_looks_into_is_still_found() {
     let messages = [
         Message::new("user", "Q <|im_end|>"),
@@ -364,7 +378,8 @@ fn work_is_bounded() {
         "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}";
     let repeated = "{{ 'abcdefgh' * 1000000000 }}";
     let recursive = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}";
-    for source in [endless, doubling, repeated, recursive] {
+    let included = "{% if messages[0].content != 'Hello' %}{% include 'chat' %}{% endif %}";
+    for source in [endless, doubling, repeated, recursive, included] {
         let error = template(source).render(&ChatInput::default()).expect_err("too much work");
         assert!(
             matches!(error, ChatError::OutOfFuel { .. } | ChatError::Render { .. }),
@@ -427,11 +442,11 @@ fn pythons_ways() {
     }
 }
 
-/// The template of a published model, from the folder that `POWERINFER_SHARED` names.
+/// The template of a published model, from the folder that `POWERINFER_DATA` names.
 #[test]
 fn smollm2() {
-    let Some(folder) = std::env::var_os("POWERINFER_SHARED") else {
-        println!("skipped: POWERINFER_SHARED names no folder with models");
+    let Some(folder) = std::env::var_os("POWERINFER_DATA") else {
+        println!("skipped: POWERINFER_DATA names no folder with models");
         return;
     };
     let path = std::path::Path::new(&folder).join("models/relu-smol/relu-smol-135m-q8_0.gguf");
@@ -447,4 +462,44 @@ fn smollm2() {
     let ids = tokenizer.encode_parts(&prompt.parts, true).expect("a short prompt");
     assert_eq!(ids.iter().filter(|&&id| id == end).count(), 2);
     assert!(tokenizer.is_end_of_generation(end));
+}
+
+/// Each of these overflows the stack of the template engine's parser.
+#[test]
+fn deeply_nested_templates_are_refused() {
+    let n = 50_000;
+    let long = |unit: &str| format!("\n{{{{ {}1 }}}}", unit.repeat(n));
+    let chain = |unit: &str| format!("\n{{{{ a{} }}}}", unit.repeat(n));
+    let elif = format!("\n{{% if a %}}{}{{% endif %}}", "{% elif a %}".repeat(n));
+    let hidden = format!("{{% raw %}}{{{{ ' {{% endraw %}}\n{{{{ {}1 }}}}", "- ".repeat(n));
+    let behind_braces = format!("\n{{{{ {{'a': {{}}}} {} }}}}", "|trim".repeat(n));
+    let sources = [
+        long("not "),
+        long("-"),
+        long("1 + "),
+        long("1 ** "),
+        long("1 if 2 else "),
+        long("a == "),
+        chain(".b"),
+        chain("|trim"),
+        chain("()"),
+        chain("[1]"),
+        elif,
+        hidden,
+        behind_braces,
+    ];
+    for source in sources {
+        let error = ChatTemplate::parse(&source).expect_err("too deep");
+        assert!(matches!(error, ChatError::TooComplex { line: 2, .. }), "{:.40}: {error}", source);
+    }
+    for source in ["(".repeat(n), "[".repeat(n)] {
+        assert!(ChatTemplate::parse(&format!("{{{{ {source}")).is_err());
+    }
+    let blocks = format!("{}{}", "{% if a %}".repeat(n), "{% endif %}".repeat(n));
+    assert!(matches!(ChatTemplate::parse(&blocks), Err(ChatError::Syntax { .. })));
+    // Long text is no nesting, and what stands in a raw block is text.
+    let literal = format!("{{{{ '{}' }}}}", "word - ".repeat(n));
+    assert!(ChatTemplate::parse(&literal).is_ok());
+    let raw = "{% raw %}{% generation %}{{ x {%- endraw %}|";
+    assert_eq!(template(raw).render(&ChatInput::default()).expect("renders"), "{% generation %}{{ x|");
 }

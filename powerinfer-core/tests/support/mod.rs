@@ -107,7 +107,7 @@ impl TinyFile {
 
     /// Sets a tensor, in the place of the one that was there.
     pub fn tensor(&mut self, name: &str, dims: &[usize], values: Vec<f32>) -> &mut Self {
-        assert_eq!(values.len(), dims.iter().product(), "{name}");
+        assert_eq!(values.len(), dims.iter().product::<usize>(), "{name}");
         self.remove_tensor(name);
         self.tensors.push((name.to_owned(), dims.to_vec(), values));
         self

@@ -61,12 +61,19 @@ pub(crate) fn dot<const T: usize>(
     }
 }
 
-/// Dot product of two vectors, the first in a plain float type.
-pub(crate) fn dot_f32(level: CpuLevel, a: Floats<'_>, x: &[f32]) -> f32 {
+/// Dot product of a row of plain floats with a vector.
+///
+/// # Shapes
+/// `row` holds `x.len()` values.
+///
+/// # Panics
+/// If `ty` is quantised.
+pub(crate) fn dot_f32(level: CpuLevel, ty: WeightType, row: &[u8], x: &[f32]) -> f32 {
+    let Some(floats) = Floats::of_row(ty, row) else { unreachable!("{ty} is no plain float type") };
     let [sum] = match level {
-        CpuLevel::Scalar => scalar::dot::dot_floats(a, [x]),
+        CpuLevel::Scalar => scalar::dot::dot_floats(floats, [x]),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx2(level) => avx2::dot::dot_floats(level, a, [x]),
+        CpuLevel::Avx2(level) => avx2::dot::dot_floats(level, floats, [x]),
     };
     sum
 }
@@ -90,15 +97,6 @@ pub(crate) fn axpy<const N: usize>(
         CpuLevel::Scalar => scalar::axpy::axpy(ty, a, rows, acc),
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2(level) => avx2::axpy::axpy(level, ty, a, rows, acc),
-    }
-}
-
-/// `acc += a · x` with `x` in a plain float type.
-pub(crate) fn axpy_f32(level: CpuLevel, a: f32, x: Floats<'_>, acc: &mut [f32]) {
-    match level {
-        CpuLevel::Scalar => scalar::axpy::axpy_floats([a], [x], acc),
-        #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx2(level) => avx2::axpy::axpy_floats(level, [a], [x], acc),
     }
 }
 
@@ -127,7 +125,7 @@ pub(crate) const AXPY_TYPES: [WeightType; 5] =
 
 /// A vector in one of the plain float types.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Floats<'a> {
+enum Floats<'a> {
     F32(&'a [f32]),
     F16(&'a [u16]),
     BF16(&'a [u16]),

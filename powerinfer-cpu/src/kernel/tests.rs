@@ -65,9 +65,13 @@ fn lengths(ty: WeightType) -> Vec<usize> {
 /// The vector as the product with weights of type `ty` sees it.
 fn seen(ty: WeightType, x: &Input<'_>, row: usize) -> Vec<f32> {
     match Forms::of(ty) {
-        Forms { x8: true, .. } => x.x8(row).iter().flat_map(|b| b.q.map(|q| b.d * f32::from(q))).collect(),
-        Forms { x8k: true, .. } => x.x8k(row).iter().flat_map(|b| b.qs.map(|q| b.d * f32::from(q))).collect(),
-        _ => x.f32(row).to_vec(),
+        Forms { x8: true, .. } => {
+            x.x8s([row])[0].iter().flat_map(|b| b.q.map(|q| b.d * f32::from(q))).collect()
+        }
+        Forms { x8k: true, .. } => {
+            x.x8ks([row])[0].iter().flat_map(|b| b.qs.map(|q| b.d * f32::from(q))).collect()
+        }
+        _ => x.f32s([row])[0].to_vec(),
     }
 }
 
@@ -155,10 +159,11 @@ fn plain_vectors_may_have_any_length_even_none() {
         for n in 0..40 {
             // Small integers: every order of summation is exact.
             let want = (0..n).map(|i| i * i).sum::<usize>() as f32;
-            assert_eq!(dot_f32(level, Floats::F32(&x[..n]), &x[..n]), want);
-            assert_eq!(dot_f32(level, Floats::F16(&half[..n]), &x[..n]), want);
+            let (row, half_row) = (bytemuck::cast_slice(&x[..n]), bytemuck::cast_slice(&half[..n]));
+            assert_eq!(dot_f32(level, WeightType::F32, row, &x[..n]), want);
+            assert_eq!(dot_f32(level, WeightType::F16, half_row, &x[..n]), want);
             let mut acc = x[..n].to_vec();
-            axpy_f32(level, 2.0, Floats::F16(&half[..n]), &mut acc);
+            axpy(level, WeightType::F16, [2.0], [half_row], &mut acc);
             assert!((0..n).all(|i| acc[i] == 3.0 * i as f32));
         }
     }

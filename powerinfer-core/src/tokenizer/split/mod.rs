@@ -46,6 +46,9 @@ pub enum PreTokenizer {
     /// As `Qwen2` on each line by itself.
     Laguna,
     /// GPT-4o: words cut where lower case turns to upper case, contractions at their end, up to three digits.
+    ///
+    /// This is the model's own pattern, in which every alphabet has case and marks belong to words; llama.cpp
+    /// approximates it for letters beyond ASCII.
     Gpt4o,
     /// As `Gpt4o` without contractions, single digits.
     Tekken,

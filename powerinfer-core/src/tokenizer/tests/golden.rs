@@ -1,6 +1,6 @@
 //! Ids of hard strings, recorded from other engines.
 //!
-//! The vocabularies are not part of this repository. The environment variable `POWERINFER_SHARED` names a folder
+//! The vocabularies are not part of this repository. The environment variable `POWERINFER_DATA` names a folder
 //! that holds them, with `golden/` and `models/`; without it these tests say so and pass.
 
 use super::vocab_file;
@@ -9,9 +9,9 @@ use serde_json::Value;
 use std::path::PathBuf;
 
 fn shared() -> Option<PathBuf> {
-    let folder = std::env::var_os("POWERINFER_SHARED").map(PathBuf::from);
+    let folder = std::env::var_os("POWERINFER_DATA").map(PathBuf::from);
     if folder.is_none() {
-        println!("skipped: POWERINFER_SHARED names no folder with recorded vocabularies");
+        println!("skipped: POWERINFER_DATA names no folder with recorded vocabularies");
     }
     folder
 }

@@ -6,8 +6,10 @@ use std::arch::x86_64::*;
 use powerinfer_sparse_ops::WeightType;
 use powerinfer_sparse_ops::block::{BlockQ4_0, BlockQ8_0};
 
-use super::super::Floats;
-use super::load::{f16_to_f32, first, load_bf16, load_f16, load_f32, load32, nibbles, store_f32};
+use super::load::{
+    chunks, f16_to_f32, first, i8_to_f32, load_4_f32, load_32_i8, load_bf16, load_f16, load_f32, nibbles,
+    store_f32,
+};
 use crate::level::Avx2;
 
 pub(in crate::kernel) fn axpy<const N: usize>(
@@ -19,17 +21,6 @@ pub(in crate::kernel) fn axpy<const N: usize>(
 ) {
     // SAFETY: LEVEL-DETECTED.
     unsafe { axpy_inner(ty, a, rows, acc) }
-}
-
-/// Plain floats.
-pub(in crate::kernel) fn axpy_floats<const N: usize>(
-    _: Avx2,
-    a: [f32; N],
-    rows: [Floats<'_>; N],
-    acc: &mut [f32],
-) {
-    // SAFETY: LEVEL-DETECTED.
-    unsafe { axpy_floats_inner(a, rows, acc) }
 }
 
 /// Rows of integers with a scale for each column.
@@ -53,7 +44,7 @@ fn axpy_scaled_inner(terms: &[(usize, f32)], scales: &[u16], values: &[i8], acc:
         let mut sums = [_mm256_setzero_ps(); 4];
         for &(row, a) in terms {
             let Some(q) = values[row * n + i * 32..].first_chunk::<32>() else { continue };
-            add_scaled(&mut sums, _mm256_set1_ps(a), load32(q));
+            add_scaled(&mut sums, _mm256_set1_ps(a), load_32_i8(q));
         }
         let (acc8, scales8) = (acc.as_chunks_mut::<8>().0, scales.as_chunks::<8>().0);
         for k in 0..4 {
@@ -68,16 +59,12 @@ fn axpy_scaled_inner(terms: &[(usize, f32)], scales: &[u16], values: &[i8], acc:
     }
 }
 
-/// `sums += factor · q` for 32 integers.
+/// `sums += factor · q` for 32 values.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn add_scaled(sums: &mut [__m256; 4], factor: __m256, q: __m256i) {
-    let halves = [_mm256_castsi256_si128(q), _mm256_extracti128_si256::<1>(q)];
+fn add_scaled(sums: &mut [__m256; 4], factor: __m256, q: [__m256; 4]) {
     for k in 0..4 {
-        let half = halves[k / 2];
-        let part = if k % 2 == 0 { half } else { _mm_srli_si128::<8>(half) };
-        let w = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(part));
-        sums[k] = _mm256_fmadd_ps(factor, w, sums[k]);
+        sums[k] = _mm256_fmadd_ps(factor, q[k], sums[k]);
     }
 }
 
@@ -93,24 +80,16 @@ fn axpy_inner<const N: usize>(ty: WeightType, a: [f32; N], rows: [&[u8]; N], acc
     }
 }
 
-#[target_feature(enable = "avx2,fma,f16c")]
-fn axpy_floats_inner<const N: usize>(a: [f32; N], rows: [Floats<'_>; N], acc: &mut [f32]) {
-    for (a, row) in a.into_iter().zip(rows) {
-        match row {
-            Floats::F32(w) => axpy_f32([a], [w], acc),
-            Floats::F16(w) => axpy_f16([a], [w], acc),
-            Floats::BF16(w) => axpy_bf16([a], [w], acc),
-        }
-    }
-}
-
 macro_rules! axpy_floats {
     ($name:ident, $ty:ty, $load:ident, $one:expr) => {
         #[target_feature(enable = "avx2,fma,f16c")]
         fn $name<const N: usize>(a: [f32; N], rows: [&[$ty]; N], acc: &mut [f32]) {
             let rows = first(rows, acc.len());
-            let rows8 = rows.map(|row| row.as_chunks::<8>().0);
-            let factors = a.map(|a| _mm256_set1_ps(a));
+            let rows8 = chunks::<8, _, N>(rows);
+            let mut factors = [_mm256_setzero_ps(); N];
+            for j in 0..N {
+                factors[j] = _mm256_set1_ps(a[j]);
+            }
             let n = acc.len();
             let (acc8, acc_rest) = acc.as_chunks_mut::<8>();
             for (i, acc) in acc8.iter_mut().enumerate() {
@@ -141,8 +120,8 @@ macro_rules! axpy_blocks {
             let acc = acc.as_chunks_mut::<32>().0;
             let rows = first(rows, acc.len());
             for (i, acc) in acc.iter_mut().enumerate() {
+                let mut sums = load_4_f32(acc);
                 let acc8 = acc.as_chunks_mut::<8>().0;
-                let mut sums: [__m256; 4] = std::array::from_fn(|k| load_f32(&acc8[k]));
                 for j in 0..N {
                     let block = &rows[j][i];
                     let factor = _mm256_set1_ps(a[j] * f16_to_f32(block.d));
@@ -159,14 +138,14 @@ macro_rules! axpy_blocks {
 
 #[target_feature(enable = "avx2")]
 #[inline]
-fn unpack_q8_0(b: &BlockQ8_0) -> __m256i {
-    load32(&b.qs)
+fn unpack_q8_0(b: &BlockQ8_0) -> [__m256; 4] {
+    load_32_i8(&b.qs)
 }
 
 #[target_feature(enable = "avx2")]
 #[inline]
-fn unpack_q4_0(b: &BlockQ4_0) -> __m256i {
-    _mm256_sub_epi8(nibbles(&b.qs), _mm256_set1_epi8(8))
+fn unpack_q4_0(b: &BlockQ4_0) -> [__m256; 4] {
+    i8_to_f32(_mm256_sub_epi8(nibbles(&b.qs), _mm256_set1_epi8(8)))
 }
 
 axpy_blocks!(axpy_q8_0, BlockQ8_0, unpack_q8_0);

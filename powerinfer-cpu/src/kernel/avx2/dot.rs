@@ -14,7 +14,7 @@ use powerinfer_sparse_ops::block::{
 
 use super::super::Floats;
 use super::load::{
-    f16_to_f32, first, five_bits, load_bf16, load_f16, load_f32, load16, load32, nibbles, sum_f32,
+    chunks, f16_to_f32, first, five_bits, load_bf16, load_f16, load_f32, load16, load32, nibbles, sum_f32,
 };
 use crate::input::{BlockX8, Input};
 use crate::level::Avx2;
@@ -39,23 +39,21 @@ pub(in crate::kernel) fn dot_floats<const T: usize>(_: Avx2, w: Floats<'_>, x: [
 #[target_feature(enable = "avx2,fma,f16c")]
 fn dot_inner<const T: usize>(ty: WeightType, row: &[u8], x: &Input<'_>, rows: [usize; T]) -> [f32; T] {
     if let Some(floats) = Floats::of_row(ty, row) {
-        return dot_floats_inner(floats, rows.map(|r| x.f32(r)));
+        return dot_floats_inner(floats, x.f32s(rows));
     }
-    let x8 = |r: usize| x.x8(r);
-    let x8k = |r: usize| x.x8k(r);
     match ty {
-        WeightType::Q8_0 => dot_q8_0(bytemuck::cast_slice(row), rows.map(x8)),
-        WeightType::Q4_0 => dot_q4_0(bytemuck::cast_slice(row), rows.map(x8)),
-        WeightType::Q5_0 => dot_q5_0(bytemuck::cast_slice(row), rows.map(x8)),
-        WeightType::IQ4_NL => dot_iq4_nl(bytemuck::cast_slice(row), rows.map(x8)),
-        WeightType::Q4_1 => dot_q4_1(bytemuck::cast_slice(row), rows.map(x8)),
-        WeightType::Q5_1 => dot_q5_1(bytemuck::cast_slice(row), rows.map(x8)),
-        WeightType::Q4_K => dot_q4_k(bytemuck::cast_slice(row), rows.map(x8k)),
-        WeightType::Q5_K => dot_q5_k(bytemuck::cast_slice(row), rows.map(x8k)),
-        WeightType::Q6_K => dot_q6_k(bytemuck::cast_slice(row), rows.map(x8k)),
-        WeightType::Q2_K => dot_q2_k(bytemuck::cast_slice(row), rows.map(x8k)),
-        WeightType::Q3_K => dot_q3_k(bytemuck::cast_slice(row), rows.map(x8k)),
-        WeightType::MXFP4 => dot_mxfp4(bytemuck::cast_slice(row), rows.map(x8)),
+        WeightType::Q8_0 => dot_q8_0(bytemuck::cast_slice(row), x.x8s(rows)),
+        WeightType::Q4_0 => dot_q4_0(bytemuck::cast_slice(row), x.x8s(rows)),
+        WeightType::Q5_0 => dot_q5_0(bytemuck::cast_slice(row), x.x8s(rows)),
+        WeightType::IQ4_NL => dot_iq4_nl(bytemuck::cast_slice(row), x.x8s(rows)),
+        WeightType::Q4_1 => dot_q4_1(bytemuck::cast_slice(row), x.x8s(rows)),
+        WeightType::Q5_1 => dot_q5_1(bytemuck::cast_slice(row), x.x8s(rows)),
+        WeightType::Q4_K => dot_q4_k(bytemuck::cast_slice(row), x.x8ks(rows)),
+        WeightType::Q5_K => dot_q5_k(bytemuck::cast_slice(row), x.x8ks(rows)),
+        WeightType::Q6_K => dot_q6_k(bytemuck::cast_slice(row), x.x8ks(rows)),
+        WeightType::Q2_K => dot_q2_k(bytemuck::cast_slice(row), x.x8ks(rows)),
+        WeightType::Q3_K => dot_q3_k(bytemuck::cast_slice(row), x.x8ks(rows)),
+        WeightType::MXFP4 => dot_mxfp4(bytemuck::cast_slice(row), x.x8s(rows)),
         _ => unreachable!("dot with {ty}: every type has a kernel"),
     }
 }
@@ -75,7 +73,7 @@ macro_rules! dot_floats {
         fn $name<const T: usize>(w: &[$ty], x: [&[f32]; T]) -> [f32; T] {
             let x = first(x, w.len());
             let (w16, w_rest) = w.as_chunks::<16>();
-            let x16 = x.map(|x| x.as_chunks::<16>().0);
+            let x16 = chunks::<16, _, T>(x);
             let mut sums = [[_mm256_setzero_ps(); 2]; T];
             for (i, w) in w16.iter().enumerate() {
                 let [w0, w1] = w.as_chunks::<8>().0 else { unreachable!("16 = 2 · 8") };
@@ -139,7 +137,11 @@ macro_rules! dot_signed {
                     sums[t][0] = _mm256_fmadd_ps(_mm256_set1_ps(d * x.d), dots, sums[t][0]);
                 }
             }
-            sums.map(|[a, b]| sum_f32(_mm256_add_ps(a, b)))
+            let mut out = [0.0; T];
+            for t in 0..T {
+                out[t] = sum_f32(_mm256_add_ps(sums[t][0], sums[t][1]));
+            }
+            out
         }
     };
 }
@@ -199,7 +201,11 @@ macro_rules! dot_offset {
                     offsets[t] = m.mul_add(x.sum, offsets[t]);
                 }
             }
-            std::array::from_fn(|t| sum_f32(sums[t]) + offsets[t])
+            let mut out = [0.0; T];
+            for t in 0..T {
+                out[t] = sum_f32(sums[t]) + offsets[t];
+            }
+            out
         }
     };
 }
@@ -237,7 +243,7 @@ fn one_scale(scales: &[u8; 8], part: usize) -> __m256i {
 #[target_feature(enable = "avx2")]
 #[inline]
 fn two_scales<S: Copy + Into<i16>>(scales: &[S; 16], part: usize) -> __m256i {
-    let [low, high] = [scales[2 * part], scales[2 * part + 1]].map(Into::into);
+    let (low, high) = (scales[2 * part].into(), scales[2 * part + 1].into());
     _mm256_set_m128i(_mm_set1_epi16(high), _mm_set1_epi16(low))
 }
 

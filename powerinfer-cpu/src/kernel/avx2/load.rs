@@ -4,14 +4,24 @@ use std::arch::x86_64::*;
 
 use half::f16;
 
-/// The first `n` elements of each slice. A loop and no closure, so that it is inlined and the compiler sees the
-/// lengths: that saves a check for each block of each vector.
+/// The first `n` elements of each slice, so that the compiler sees the lengths: that saves a check for each block of
+/// each vector. A loop, since `map` on arrays is not always inlined.
 #[inline(always)]
 pub(super) fn first<T, const N: usize>(mut x: [&[T]; N], n: usize) -> [&[T]; N] {
     for x in &mut x {
         *x = &x[..n];
     }
     x
+}
+
+/// Each slice as whole chunks, without what is left.
+#[inline(always)]
+pub(super) fn chunks<const C: usize, T, const N: usize>(x: [&[T]; N]) -> [&[[T; C]]; N] {
+    let mut out: [&[[T; C]]; N] = [&[]; N];
+    for t in 0..N {
+        out[t] = x[t].as_chunks::<C>().0;
+    }
+    out
 }
 
 /// 32 bytes.
@@ -35,11 +45,47 @@ pub(super) fn load_f32(x: &[f32; 8]) -> __m256 {
     bytemuck::pod_read_unaligned(bytemuck::cast_slice(x))
 }
 
+/// 32 f32.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn load_4_f32(x: &[f32; 32]) -> [__m256; 4] {
+    bytemuck::cast(*x)
+}
+
 /// Eight f32 to memory.
 #[target_feature(enable = "avx2")]
 #[inline]
 pub(super) fn store_f32(x: __m256, to: &mut [f32; 8]) {
     *to = bytemuck::cast(x);
+}
+
+/// Eight integers as f32; extended as they are loaded.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn load_i8(x: &[i8; 8]) -> __m256 {
+    let bytes = _mm_cvtsi64_si128(bytemuck::pod_read_unaligned(bytemuck::cast_slice(x)));
+    _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))
+}
+
+/// 32 integers as f32.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn load_32_i8(x: &[i8; 32]) -> [__m256; 4] {
+    let x8 = x.as_chunks::<8>().0;
+    [load_i8(&x8[0]), load_i8(&x8[1]), load_i8(&x8[2]), load_i8(&x8[3])]
+}
+
+/// The 32 integers of a register as f32.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn i8_to_f32(q: __m256i) -> [__m256; 4] {
+    let (low, high) = (_mm256_castsi256_si128(q), _mm256_extracti128_si256::<1>(q));
+    let parts = [low, _mm_srli_si128::<8>(low), high, _mm_srli_si128::<8>(high)];
+    let mut out = [_mm256_setzero_ps(); 4];
+    for k in 0..4 {
+        out[k] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(parts[k]));
+    }
+    out
 }
 
 /// Eight f16 as f32.

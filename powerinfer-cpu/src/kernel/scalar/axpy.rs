@@ -17,20 +17,17 @@ pub(in crate::kernel) fn axpy<const N: usize>(
             WeightType::Q4_0 => axpy_blocks(a, bytemuck::cast_slice(row), acc, unpack_q4_0),
             _ => {
                 let Some(floats) = Floats::of_row(ty, row) else { unreachable!("axpy with {ty}") };
-                axpy_floats([a], [floats], acc);
+                axpy_floats(a, floats, acc);
             }
         }
     }
 }
 
-/// Plain floats.
-pub(in crate::kernel) fn axpy_floats<const N: usize>(a: [f32; N], rows: [Floats<'_>; N], acc: &mut [f32]) {
-    for (a, row) in a.into_iter().zip(rows) {
-        match row {
-            Floats::F32(w) => axpy_converted(a, w, acc, |w| w),
-            Floats::F16(w) => axpy_converted(a, w, acc, |w| half::f16::from_bits(w).to_f32()),
-            Floats::BF16(w) => axpy_converted(a, w, acc, |w| half::bf16::from_bits(w).to_f32()),
-        }
+fn axpy_floats(a: f32, row: Floats<'_>, acc: &mut [f32]) {
+    match row {
+        Floats::F32(w) => axpy_converted(a, w, acc, |w| w),
+        Floats::F16(w) => axpy_converted(a, w, acc, |w| half::f16::from_bits(w).to_f32()),
+        Floats::BF16(w) => axpy_converted(a, w, acc, |w| half::bf16::from_bits(w).to_f32()),
     }
 }
 

@@ -28,23 +28,21 @@ pub(in crate::kernel) fn dot<const T: usize>(
     rows: [usize; T],
 ) -> [f32; T] {
     if let Some(floats) = Floats::of_row(ty, row) {
-        return dot_floats(floats, rows.map(|r| x.f32(r)));
+        return dot_floats(floats, x.f32s(rows));
     }
-    let x8 = |r: usize| x.x8(r);
-    let x8k = |r: usize| x.x8k(r);
     match ty {
-        WeightType::Q8_0 => rows.map(|r| dot_signed(bytemuck::cast_slice(row), x8(r), unpack_q8_0)),
-        WeightType::Q4_0 => rows.map(|r| dot_signed(bytemuck::cast_slice(row), x8(r), unpack_q4_0)),
-        WeightType::Q5_0 => rows.map(|r| dot_signed(bytemuck::cast_slice(row), x8(r), unpack_q5_0)),
-        WeightType::IQ4_NL => rows.map(|r| dot_signed(bytemuck::cast_slice(row), x8(r), unpack_iq4_nl)),
-        WeightType::Q4_1 => rows.map(|r| dot_offset(bytemuck::cast_slice(row), x8(r), unpack_q4_1)),
-        WeightType::Q5_1 => rows.map(|r| dot_offset(bytemuck::cast_slice(row), x8(r), unpack_q5_1)),
-        WeightType::Q4_K => rows.map(|r| dot_q4_k_q8_k(bytemuck::cast_slice(row), x8k(r))),
-        WeightType::Q5_K => rows.map(|r| dot_q5_k_q8_k(bytemuck::cast_slice(row), x8k(r))),
-        WeightType::Q6_K => rows.map(|r| dot_q6_k_q8_k(bytemuck::cast_slice(row), x8k(r))),
-        WeightType::Q2_K => rows.map(|r| dot_q2_k_q8_k(bytemuck::cast_slice(row), x8k(r))),
-        WeightType::Q3_K => rows.map(|r| dot_q3_k_q8_k(bytemuck::cast_slice(row), x8k(r))),
-        WeightType::MXFP4 => rows.map(|r| dot_signed(bytemuck::cast_slice(row), x8(r), unpack_mxfp4)),
+        WeightType::Q8_0 => x.x8s(rows).map(|x| dot_signed(bytemuck::cast_slice(row), x, unpack_q8_0)),
+        WeightType::Q4_0 => x.x8s(rows).map(|x| dot_signed(bytemuck::cast_slice(row), x, unpack_q4_0)),
+        WeightType::Q5_0 => x.x8s(rows).map(|x| dot_signed(bytemuck::cast_slice(row), x, unpack_q5_0)),
+        WeightType::IQ4_NL => x.x8s(rows).map(|x| dot_signed(bytemuck::cast_slice(row), x, unpack_iq4_nl)),
+        WeightType::Q4_1 => x.x8s(rows).map(|x| dot_offset(bytemuck::cast_slice(row), x, unpack_q4_1)),
+        WeightType::Q5_1 => x.x8s(rows).map(|x| dot_offset(bytemuck::cast_slice(row), x, unpack_q5_1)),
+        WeightType::Q4_K => x.x8ks(rows).map(|x| dot_q4_k_q8_k(bytemuck::cast_slice(row), x)),
+        WeightType::Q5_K => x.x8ks(rows).map(|x| dot_q5_k_q8_k(bytemuck::cast_slice(row), x)),
+        WeightType::Q6_K => x.x8ks(rows).map(|x| dot_q6_k_q8_k(bytemuck::cast_slice(row), x)),
+        WeightType::Q2_K => x.x8ks(rows).map(|x| dot_q2_k_q8_k(bytemuck::cast_slice(row), x)),
+        WeightType::Q3_K => x.x8ks(rows).map(|x| dot_q3_k_q8_k(bytemuck::cast_slice(row), x)),
+        WeightType::MXFP4 => x.x8s(rows).map(|x| dot_signed(bytemuck::cast_slice(row), x, unpack_mxfp4)),
         _ => unreachable!("dot with {ty}: every type has a kernel"),
     }
 }
