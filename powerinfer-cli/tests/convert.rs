@@ -1,5 +1,7 @@
 //! `powerinfer convert`: the flags; what it writes is tested beside the code.
 
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 mod common;
 
 use common::{Folder, Run, golden, powerinfer};

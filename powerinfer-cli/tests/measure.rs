@@ -1,5 +1,7 @@
 //! `powerinfer tokenize`, `logits`, `perplexity`, `bench`.
 
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 mod common;
 
 use common::{Folder, golden, patched, powerinfer};
