@@ -35,9 +35,7 @@ impl Device {
     pub(crate) fn backend(&self, spec: &Arc<ModelSpec>) -> Result<Box<dyn HybridBackend>, BackendError> {
         Ok(match self {
             #[cfg(feature = "cpu")]
-            Self::Cpu(options) => {
-                Box::new(powerinfer_cpu::CpuBackend::new(Arc::clone(spec), options.clone())?)
-            }
+            Self::Cpu(options) => Box::new(powerinfer_cpu::CpuBackend::new(Arc::clone(spec), *options)?),
             Self::Reference(rounding) => Box::new(ReferenceBackend::new(Arc::clone(spec), *rounding)),
         })
     }

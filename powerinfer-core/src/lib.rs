@@ -75,5 +75,5 @@ pub use stats::{PhaseStats, SessionStats};
 pub use powerinfer_gguf::{GgufError, GgufFile, GgufModel};
 pub use powerinfer_sparse_ops::reference::Rounding;
 pub use powerinfer_sparse_ops::{
-    ActiveMode, Activation, BackendError, BackendInfo, HybridBackend, LayerId, ModelSpec, StepCost, TokenId,
+    Activation, ActiveMode, BackendError, BackendInfo, HybridBackend, LayerId, ModelSpec, StepCost, TokenId,
 };
