@@ -481,7 +481,7 @@ fn say_down_layout(ffn: &[FfnWeights], spec: &ModelSpec, notes: &mut Notes) {
             ));
         }
         DownWeights::ByOutput(m) => notes.info(format!(
-            "down projections are {}, stored by output: blocks run over neurons and stay as they are",
+            "down projections are {}, stored by output in blocks that run over neurons",
             m.ty()
         )),
     }

@@ -2,7 +2,8 @@
 //!
 //! The repository holds a subset that covers every family and type. The environment variable
 //! `POWERINFER_DATA` may name a folder with the rest in its folder `golden`; without it, that is said.
-#![expect(clippy::disallowed_methods, reason = "where more goldens are is told by the environment")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
+#![expect(clippy::print_stdout, reason = "figures, for whoever runs it with --nocapture")]
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,5 @@
 //! Sessions: lengths, turns, rewinding, forking, cancelling, and what a step may not do.
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
 mod support;
 

@@ -74,6 +74,14 @@ impl LayerFfn {
         matches!(self.down, Down::ByOutput(_))
     }
 
+    /// Bytes of a down projection that was laid out anew, beside those of the file.
+    pub(crate) fn relaid_bytes(&self) -> usize {
+        match &self.down {
+            Down::Relaid(down) => down.n_bytes(),
+            Down::ByNeuron(_) | Down::ByOutput(_) => 0,
+        }
+    }
+
     fn n_ff(&self) -> usize {
         self.up.n_rows()
     }

@@ -62,7 +62,7 @@ pub(crate) fn add_batch(pool: &mut Pool, to: &mut [f32], values: &[f32]) {
 /// # Shapes
 /// `table [n_rows, n_rot / 2]`.
 pub(crate) fn rope_table(rope: &Rope, rows: &[StepRow], table: &mut [(f32, f32)]) {
-    for (row, out) in rows.iter().zip(table.chunks_exact_mut(rope.freqs.len())) {
+    for (row, out) in rows.iter().zip(table.chunks_exact_mut(rope.freqs.len().max(1))) {
         for (out, freq) in out.iter_mut().zip(&rope.freqs) {
             let (sin, cos) = (row.pos as f32 * freq).sin_cos();
             *out = (cos * rope.magnitude, sin * rope.magnitude);

@@ -57,6 +57,11 @@ impl RelaidDown {
         Self { n_embd, scales, values }
     }
 
+    /// Bytes of the copy.
+    pub(crate) fn n_bytes(&self) -> usize {
+        2 * self.scales.len() + self.values.len()
+    }
+
     /// Bytes of the scales of one block.
     pub(crate) fn scale_bytes(&self) -> usize {
         2 * self.n_embd

@@ -5,23 +5,23 @@ use powerinfer_core::{LoadError, LoadOptions, Model};
 use powerinfer_gguf::{GgmlType, GgufWriter, Magic, Value};
 use powerinfer_testing::tiny::Random;
 
-pub const N_LAYER: usize = 12;
-pub const N_EMBD: usize = 64;
-pub const N_FF: usize = 96;
-pub const N_VOCAB: usize = 300;
-pub const N_CTX: usize = 64;
+pub(crate) const N_LAYER: usize = 12;
+pub(crate) const N_EMBD: usize = 64;
+pub(crate) const N_FF: usize = 96;
+pub(crate) const N_VOCAB: usize = 300;
+pub(crate) const N_CTX: usize = 64;
 const RANK: usize = 8;
 
 /// Keys and tensors of a file that is not written yet.
-pub struct TinyFile {
-    pub magic: Magic,
+pub(crate) struct TinyFile {
+    pub(crate) magic: Magic,
     keys: Vec<(String, Value)>,
     tensors: Vec<(String, Vec<usize>, Vec<f32>)>,
 }
 
 impl TinyFile {
     /// A dense file with ReLU by its key: 12 layers, so that the order of numbers and of text differ.
-    pub fn dense() -> Self {
+    pub(crate) fn dense() -> Self {
         let mut file = Self { magic: Magic::Gguf, keys: Vec::new(), tensors: Vec::new() };
         for (key, value) in [
             ("general.architecture", Value::from("llama")),
@@ -73,7 +73,7 @@ impl TinyFile {
     }
 
     /// The same weights as a PWRI file with predictors.
-    pub fn sparse() -> Self {
+    pub(crate) fn sparse() -> Self {
         let mut file = Self::dense();
         file.magic = Magic::Pwri;
         file.remove("llama.hidden_act");
@@ -94,26 +94,26 @@ impl TinyFile {
     }
 
     /// Sets a key, in the place of the one that was there.
-    pub fn set(&mut self, key: &str, value: impl Into<Value>) -> &mut Self {
+    pub(crate) fn set(&mut self, key: &str, value: impl Into<Value>) -> &mut Self {
         self.remove(key);
         self.keys.push((key.to_owned(), value.into()));
         self
     }
 
-    pub fn remove(&mut self, key: &str) -> &mut Self {
+    pub(crate) fn remove(&mut self, key: &str) -> &mut Self {
         self.keys.retain(|(k, _)| k != key);
         self
     }
 
     /// Sets a tensor, in the place of the one that was there.
-    pub fn tensor(&mut self, name: &str, dims: &[usize], values: Vec<f32>) -> &mut Self {
+    pub(crate) fn tensor(&mut self, name: &str, dims: &[usize], values: Vec<f32>) -> &mut Self {
         assert_eq!(values.len(), dims.iter().product::<usize>(), "{name}");
         self.remove_tensor(name);
         self.tensors.push((name.to_owned(), dims.to_vec(), values));
         self
     }
 
-    pub fn remove_tensor(&mut self, name: &str) -> &mut Self {
+    pub(crate) fn remove_tensor(&mut self, name: &str) -> &mut Self {
         self.tensors.retain(|(n, ..)| n != name);
         self
     }
@@ -123,11 +123,11 @@ impl TinyFile {
         (ix, self.tensors[ix].2.clone())
     }
 
-    pub fn values(&self, name: &str) -> Vec<f32> {
+    pub(crate) fn values(&self, name: &str) -> Vec<f32> {
         self.find(name).1
     }
 
-    pub fn bytes(&self) -> Vec<u8> {
+    pub(crate) fn bytes(&self) -> Vec<u8> {
         let mut writer = GgufWriter::new(self.magic);
         for (key, value) in &self.keys {
             writer.key(key, value.clone()).unwrap();
@@ -139,16 +139,16 @@ impl TinyFile {
         writer.into_bytes().unwrap()
     }
 
-    pub fn load(&self) -> Result<Model, LoadError> {
+    pub(crate) fn load(&self) -> Result<Model, LoadError> {
         self.load_with(&LoadOptions::default())
     }
 
-    pub fn load_with(&self, options: &LoadOptions) -> Result<Model, LoadError> {
+    pub(crate) fn load_with(&self, options: &LoadOptions) -> Result<Model, LoadError> {
         Model::from_bytes(self.bytes(), options)
     }
 
     /// The error of loading it.
-    pub fn error(&self) -> LoadError {
+    pub(crate) fn error(&self) -> LoadError {
         self.load().expect_err("this file must not load")
     }
 }

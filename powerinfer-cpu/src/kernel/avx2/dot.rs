@@ -14,7 +14,8 @@ use powerinfer_sparse_ops::block::{
 
 use super::super::Floats;
 use super::load::{
-    chunks, f16_to_f32, first, five_bits, load_bf16, load_f16, load_f32, load16, load32, nibbles, sum_f32,
+    chunks, f16_to_f32, first, five_bits, load_bf16, load_f16, load_f32, load16, load32, nibbles,
+    prefetch_behind, sum_f32,
 };
 use crate::input::{BlockX8, Input};
 use crate::level::Avx2;
@@ -118,6 +119,7 @@ macro_rules! dot_signed {
             let mut sums = [[_mm256_setzero_ps(); 2]; T];
             let (pairs, last) = row.as_chunks::<2>();
             for (i, pair) in pairs.iter().enumerate() {
+                prefetch_behind(pair);
                 for j in 0..2 {
                     let q = $unpack(&pair[j]);
                     let (d, size) = ($scale(&pair[j]), _mm256_abs_epi8(q));
@@ -192,6 +194,7 @@ macro_rules! dot_offset {
             let mut sums = [_mm256_setzero_ps(); T];
             let mut offsets = [0f32; T];
             for (i, block) in row.iter().enumerate() {
+                prefetch_behind(block);
                 let q = $unpack(block);
                 let (d, m) = (f16_to_f32(block.d), f16_to_f32(block.m));
                 for t in 0..T {
