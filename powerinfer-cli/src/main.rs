@@ -32,7 +32,10 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) if error.is_closed_pipe() => ExitCode::SUCCESS,
         Err(error) => {
-            output::say(&format!("error: {}", chain(&error)));
+            // Whoever pressed Ctrl-C knows.
+            if !matches!(error, CliError::Interrupted) {
+                output::say(&format!("error: {}", chain(&error)));
+            }
             ExitCode::from(error.exit_code())
         }
     }

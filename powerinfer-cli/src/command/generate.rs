@@ -42,7 +42,10 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<(), CliError> {
         print(&text)?;
     }
     let mut generation = match session.generate(&prompt, options) {
-        Err(GenerateError::Session(SessionError::Cancelled { .. })) => return Err(CliError::Interrupted),
+        Err(GenerateError::Session(SessionError::Cancelled { done, total })) => {
+            say(&format!("ended: interrupted after {done} of {total} tokens of the prompt"));
+            return Err(CliError::Interrupted);
+        }
         other => other?,
     };
     let mut ends_in_newline = text.ends_with('\n');
