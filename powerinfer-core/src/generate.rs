@@ -91,6 +91,13 @@ impl Session {
         options: GenerateOptions,
     ) -> Result<Generation<'_>, GenerateError> {
         let model = self.model();
+        // Rows of the embedding beyond the vocabulary are padding, for prompts as well.
+        let n_vocab = model.tokenizer().n_vocab();
+        for tokens in [self.tokens(), prompt] {
+            if let Some(place) = tokens.iter().position(|t| t.index() >= n_vocab) {
+                return Err(SessionError::UnknownToken { place, id: tokens[place], n_vocab }.into());
+            }
+        }
         let mut sampler = Sampler::new(options.sampling.clone(), model.tokenizer().n_vocab())?;
         let text = TextStream::new(options.stop.iter().cloned())?;
         self.prefill_with(prompt, &options.cancel, |_| ())?;

@@ -140,10 +140,34 @@ pub enum LoadError {
     /// Mode `predictor` for a file that has none.
     #[error("mode predictor needs predictors (`blk.N.fc1.weight`, `blk.N.fc2.weight`), the file has none")]
     NoPredictors,
-    /// A batch of no tokens.
-    #[error("n_batch must be at least 1")]
-    EmptyBatch,
+    /// A tensor with more dimensions than a matrix.
+    #[error("tensor `{tensor}` has the shape {got:?}, a matrix has two dimensions")]
+    NoMatrix {
+        /// Its name.
+        tensor: String,
+        /// Its shape, contiguous axis first.
+        got: Vec<usize>,
+    },
+    /// A tensor that belongs to the computation and that nothing here computes with.
+    #[error(
+        "tensor `{tensor}` has no place in a `{arch}` model here: leaving it out would compute another function"
+    )]
+    UnknownTensor {
+        /// Its name.
+        tensor: String,
+        /// Family.
+        arch: String,
+    },
+    /// A batch of no tokens, or of more than any buffer is made for.
+    #[error("n_batch must be in 1..={MAX_BATCH}, got {n_batch}")]
+    BatchSize {
+        /// Asked for.
+        n_batch: usize,
+    },
 }
+
+/// Most tokens of one step.
+pub(crate) const MAX_BATCH: usize = 1 << 16;
 
 /// How loud a line of the summary is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -181,10 +205,10 @@ pub(crate) struct ModelWeights {
 }
 
 /// Rows (second dimension) of a tensor that must be there.
-pub(crate) fn tensor_rows(file: &GgufModel, name: &str) -> Result<usize, LoadError> {
+pub(crate) fn tensor_rows(file: &GgufModel, family: &Family, name: &str) -> Result<usize, LoadError> {
     let tensor = file.tensor(name).ok_or_else(|| LoadError::MissingTensor {
         tensor: name.to_owned(),
-        arch: "these".to_owned(),
+        arch: family.arch.to_owned(),
         magic: magic_name(file),
     })?;
     Ok(tensor.dims().get(1).copied().unwrap_or(1))
@@ -230,13 +254,13 @@ impl Tensors<'_> {
             ty: tensor.ty(),
             supported: WeightType::ALL.map(WeightType::name).join(", "),
         })?;
-        let &[n_cols, n_rows] = tensor.dims() else {
-            return Err(ShapeError::Shape {
-                tensor: name.to_owned(),
-                expected: vec![self.spec.n_embd, 0],
-                got: tensor.dims().to_vec(),
+        let (n_cols, n_rows) = match *tensor.dims() {
+            // Writers may drop a last dimension of one.
+            [n_cols] => (n_cols, 1),
+            [n_cols, n_rows] => (n_cols, n_rows),
+            _ => {
+                return Err(LoadError::NoMatrix { tensor: name.to_owned(), got: tensor.dims().to_vec() });
             }
-            .into());
         };
         self.used.insert(name.to_owned());
         let bytes = tensor.bytes();
@@ -319,12 +343,10 @@ pub(crate) fn read_weights(
         predictors.push(read_predictor(&mut tensors, layer, options)?);
     }
     say_down_layout(&ffn, spec, notes);
-    if spec.sparse_file {
+    if spec.sparse_file || predictors.iter().any(Option::is_some) {
         check_predictors(&predictors, spec, options, notes)?;
     }
-    // Converted files carry it though rotation is computed; where it matters it was read with the spec.
-    tensors.used.insert("rope_freqs.weight".to_owned());
-    say_unused(&tensors, notes);
+    check_unused(&tensors, notes)?;
     Ok(ModelWeights { dense, ffn, predictors })
 }
 
@@ -459,7 +481,7 @@ fn check_predictors(
         return Err(LoadError::MissingTensor {
             tensor: format!("blk.{first}.fc1.weight"),
             arch: spec.arch.clone(),
-            magic: "PWRI",
+            magic: if spec.sparse_file { "PWRI" } else { "GGUF" },
         });
     }
     notes.warn(format!("no predictor in layers {}: computed exactly, gate first", missing.join(", ")));
@@ -467,34 +489,46 @@ fn check_predictors(
 }
 
 fn say_down_layout(ffn: &[FfnWeights], spec: &ModelSpec, notes: &mut Notes) {
-    let Some(first) = ffn.first() else { return };
     if spec.sparse_file || !spec.activation.has_exact_zeros() {
         return;
     }
-    match &first.down {
-        DownWeights::ByNeuron(m) => {
-            let bytes: usize = ffn.iter().map(|f| f.down.matrix().n_bytes()).sum();
-            notes.info(format!(
-                "down projections ({}) transposed at load without loss, a copy of {:.1} MiB",
-                m.ty(),
-                bytes as f64 / (1 << 20) as f64
-            ));
+    // Layers may differ in type: each kind of layout is said once.
+    let mut by_output: Vec<&'static str> = Vec::new();
+    let mut transposed_bytes = 0;
+    for ffn in ffn {
+        match &ffn.down {
+            DownWeights::ByNeuron(m) => transposed_bytes += m.n_bytes(),
+            DownWeights::ByOutput(m) => by_output.push(m.ty().name()),
         }
-        DownWeights::ByOutput(m) => notes.info(format!(
-            "down projections are {}, stored by output in blocks that run over neurons",
-            m.ty()
-        )),
+    }
+    if transposed_bytes > 0 {
+        let mib = transposed_bytes as f64 / (1 << 20) as f64;
+        notes.info(format!("down projections transposed at load without loss, a copy of {mib:.1} MiB"));
+    }
+    by_output.sort_unstable();
+    by_output.dedup();
+    if !by_output.is_empty() {
+        notes.info(format!(
+            "down projections ({}) are stored by output in blocks that run over neurons: read whole, unless the \
+             backend says that it laid them out anew",
+            by_output.join(", ")
+        ));
     }
 }
 
-fn say_unused(tensors: &Tensors<'_>, notes: &mut Notes) {
-    let unused: Vec<String> = tensors
-        .file
-        .tensors()
-        .map(|t| t.name().to_owned())
-        .filter(|name| !tensors.used.contains(name))
-        .collect();
-    if let Some(first) = unused.first() {
+/// Tensors that were not read: those of the computation are an error, since without them it is another one.
+fn check_unused(tensors: &Tensors<'_>, notes: &mut Notes) -> Result<(), LoadError> {
+    // Older converters store frequencies that every reader computes; factors were read with the spec.
+    let harmless = |name: &str| name == "rope_freqs.weight" || name.ends_with(".attn_rot_embd");
+    let of_computation =
+        |name: &str| ["blk.", "output", "token_", "position_"].iter().any(|prefix| name.starts_with(prefix));
+    let file = tensors.file;
+    let unused: Vec<&str> = file.tensors().map(|t| t.name()).filter(|n| !tensors.used.contains(*n)).collect();
+    if let Some(name) = unused.iter().find(|name| of_computation(name) && !harmless(name)) {
+        return Err(LoadError::UnknownTensor { tensor: (*name).to_owned(), arch: tensors.spec.arch.clone() });
+    }
+    if let Some(first) = unused.iter().find(|name| !harmless(name)) {
         notes.warn(format!("{} tensors of the file are not used, such as `{first}`", unused.len()));
     }
+    Ok(())
 }

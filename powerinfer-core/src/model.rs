@@ -101,8 +101,8 @@ impl Model {
     /// # Errors
     /// A [`LoadError`] that names the key or tensor at fault.
     pub fn load(file: &GgufModel, options: &LoadOptions) -> Result<Self, LoadError> {
-        if options.n_batch == 0 {
-            return Err(LoadError::EmptyBatch);
+        if options.n_batch == 0 || options.n_batch > load::MAX_BATCH {
+            return Err(LoadError::BatchSize { n_batch: options.n_batch });
         }
         let mut notes = Notes::default();
         let family = Family::of(file)?;
@@ -119,7 +119,14 @@ impl Model {
             notes.warn(format!("the chat template cannot be used: {error}"));
         }
         let weights = load::read_weights(file, family, &spec, options, &mut notes)?;
-        let has_predictors = weights.predictors.iter().any(Option::is_some);
+        let mut has_predictors = weights.predictors.iter().any(Option::is_some);
+        if has_predictors && !spec.activation.has_exact_zeros() {
+            notes.warn(format!(
+                "the file's predictors are not used: activation {} has no exact zeros to leave out",
+                spec.activation.name()
+            ));
+            has_predictors = false;
+        }
         let default_mode = default_mode(&spec, has_predictors, options, &mut notes)?;
         let weight_bytes = file.tensors().map(|t| t.n_bytes() as u64).sum();
         let forward = fill_backends(&spec, weights, options)?;
@@ -203,7 +210,7 @@ impl Model {
         self.shared.default_mode
     }
 
-    /// Whether the file has predictors.
+    /// Whether the file has predictors and an activation with exact zeros, so that mode `predictor` is there.
     pub fn has_predictors(&self) -> bool {
         self.shared.has_predictors
     }
@@ -223,7 +230,7 @@ fn default_mode(
     let (mode, why) = match options.mode {
         Some(ActiveMode::Predictor) if !has_predictors => return Err(LoadError::NoPredictors),
         Some(mode) => (mode, "as asked for"),
-        None if spec.sparse_file && has_predictors => (ActiveMode::Predictor, "the file has predictors"),
+        None if has_predictors => (ActiveMode::Predictor, "the file has predictors"),
         None if spec.activation.has_exact_zeros() => {
             (ActiveMode::Exact, "the activation has exact zeros, the file no predictors")
         }

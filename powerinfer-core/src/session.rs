@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use powerinfer_sparse_ops::{ActiveMode, BackendError, SeqId, Step, StepCost, StepRow, TokenId};
+use powerinfer_sparse_ops::{ActiveMode, BackendError, LayerId, SeqId, Step, StepCost, StepRow, TokenId};
 
 use crate::forward::{Forward, Probe};
 use crate::model::Shared;
@@ -132,10 +132,16 @@ impl Engine {
         self.next_seq += 1;
         Ok(seq)
     }
+
+    fn release(&mut self, seq: SeqId) {
+        for backend in &mut self.forward.backends {
+            backend.release(seq);
+        }
+    }
 }
 
-/// One text: its tokens, its KV cache, its statistics. Cheap next to the weights, which sessions share; steps
-/// of different sessions take turns.
+/// One text: its tokens, its KV cache, its statistics. Cheap next to the weights, which sessions share. Steps
+/// of different sessions run one at a time, in no promised order.
 #[derive(Debug)]
 pub struct Session {
     shared: Arc<Shared>,
@@ -155,11 +161,18 @@ impl Session {
             return Err(SessionError::ContextLength { n_ctx, limit });
         }
         let seq = shared.engine().new_sequence(n_ctx)?;
+        let tokens = match room_for(n_ctx) {
+            Ok(tokens) => tokens,
+            Err(error) => {
+                shared.engine().release(seq);
+                return Err(error);
+            }
+        };
         Ok(Self {
             seq,
             n_ctx,
             mode: options.mode.unwrap_or(shared.default_mode),
-            tokens: Vec::with_capacity(n_ctx),
+            tokens,
             logits: vec![0.0; shared.spec.n_vocab],
             stats: SessionStats::default(),
             shared,
@@ -181,7 +194,9 @@ impl Session {
         self.mode
     }
 
-    /// Logits after the last token, `[n_vocab]`; of no meaning before the first.
+    /// Logits after the last token, `[n_vocab]`. Of no meaning before the first token, after
+    /// [`Session::rewind`], and after an error, until the next token is added; a fork begins with those of
+    /// the session it came from.
     pub fn logits(&self) -> &[f32] {
         &self.logits
     }
@@ -269,6 +284,7 @@ impl Session {
         const ROWS: usize = 32;
         let n_vocab = self.shared.spec.n_vocab;
         self.logits.resize(ROWS.min(tokens.len()) * n_vocab, 0.0);
+        let before = self.tokens.len();
         let mut result = Ok(());
         for chunk in tokens.chunks(ROWS.min(self.shared.n_batch)) {
             let first = self.tokens.len();
@@ -283,6 +299,7 @@ impl Session {
             let last = (chunk.len() - 1) * n_vocab;
             self.logits.copy_within(last..last + n_vocab, 0);
             if result.is_err() {
+                self.tokens.truncate(before);
                 break;
             }
         }
@@ -290,8 +307,8 @@ impl Session {
         result
     }
 
-    /// As [`Session::prefill`] for at most one chunk of tokens, showing the residual stream after every layer
-    /// to `probe`.
+    /// As [`Session::prefill`] for at most one chunk of tokens; then shows `probe` the residual stream as it was
+    /// after every layer.
     ///
     /// # Errors
     /// Those of [`Session::prefill`].
@@ -301,9 +318,17 @@ impl Session {
     pub fn trace(&mut self, tokens: &[TokenId], probe: &mut dyn Probe) -> Result<&[f32], SessionError> {
         self.check(tokens)?;
         assert!(tokens.len() <= self.shared.n_batch, "a trace is one step of at most n_batch tokens");
-        let (elapsed, cost) = self.step(tokens, tokens.len() - 1..tokens.len(), Some(probe));
+        // Recorded first: foreign code must not run while other sessions wait for the engine.
+        let mut record = Record(Vec::with_capacity(self.shared.spec.n_layer));
+        let (elapsed, cost) = self.step(tokens, tokens.len() - 1..tokens.len(), Some(&mut record));
         self.stats.prefill.add(tokens.len(), elapsed, cost);
-        self.check_logits()?;
+        for (layer, h) in self.shared.spec.layers().zip(&record.0) {
+            probe.after_layer(layer, h);
+        }
+        if let Err(error) = self.check_logits() {
+            self.tokens.truncate(self.tokens.len() - tokens.len());
+            return Err(error);
+        }
         Ok(&self.logits)
     }
 
@@ -325,6 +350,7 @@ impl Session {
     /// # Errors
     /// [`SessionError::Backend`] if there is no memory for another KV cache.
     pub fn fork(&self) -> Result<Self, SessionError> {
+        let mut tokens = room_for(self.n_ctx)?;
         let seq = {
             let mut engine = self.shared.engine();
             let seq = engine.new_sequence(self.n_ctx)?;
@@ -333,7 +359,6 @@ impl Session {
             }
             seq
         };
-        let mut tokens = Vec::with_capacity(self.n_ctx);
         tokens.extend_from_slice(&self.tokens);
         Ok(Self {
             shared: Arc::clone(&self.shared),
@@ -395,6 +420,27 @@ impl Session {
     }
 }
 
+/// An empty list with room for a whole context, so that no step allocates.
+fn room_for(n_ctx: usize) -> Result<Vec<TokenId>, SessionError> {
+    let mut tokens = Vec::new();
+    tokens.try_reserve_exact(n_ctx).map_err(|_| BackendError::OutOfMemory {
+        backend: "host".into(),
+        what: format!("the ids of {n_ctx} tokens"),
+        need_bytes: 4 * n_ctx as u64,
+        have_bytes: 0,
+    })?;
+    Ok(tokens)
+}
+
+/// Keeps what a step shows.
+struct Record(Vec<Vec<f32>>);
+
+impl Probe for Record {
+    fn after_layer(&mut self, _: LayerId, h: &[f32]) {
+        self.0.push(h.to_vec());
+    }
+}
+
 fn finite(logits: &[f32], position: usize) -> Result<(), SessionError> {
     match logits.iter().position(|v| !v.is_finite()) {
         None => Ok(()),
@@ -404,8 +450,6 @@ fn finite(logits: &[f32], position: usize) -> Result<(), SessionError> {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        for backend in &mut self.shared.engine_for_release().forward.backends {
-            backend.release(self.seq);
-        }
+        self.shared.engine_for_release().release(self.seq);
     }
 }

@@ -182,10 +182,13 @@ pub(crate) fn read_spec(
         let rule = format!("must equal the key length {head_dim}");
         return Err(keys.bad("attention.value_length", &rule, &value.to_string()));
     }
-    let n_vocab = crate::load::tensor_rows(file, "token_embd.weight")?;
+    if keys.optional_u32("expert_count")?.is_some_and(|n| n > 0) {
+        return Err(keys.bad("expert_count", "must be 0: mixtures of experts are not supported", "more"));
+    }
+    let n_vocab = crate::load::tensor_rows(file, family, "token_embd.weight")?;
     let n_ctx_train = match family.first_position_row {
         // The table is what limits positions, whatever the key says.
-        Some(first) => crate::load::tensor_rows(file, "position_embd.weight")?.saturating_sub(first),
+        Some(first) => crate::load::tensor_rows(file, family, "position_embd.weight")?.saturating_sub(first),
         None => keys.positive("context_length", 1 << 30)?,
     };
     Ok(ModelSpec {
@@ -282,16 +285,10 @@ fn rope_scaling(keys: &Keys<'_>, n_ctx_train: usize) -> Result<RopeScaling, Load
     }
 }
 
-/// The rule that decides the FFN's activation, said in a note each time:
+/// The rule that is written down at [`crate::Model`], said in a note each time.
 ///
-/// 1. what the caller asks for ([`LoadOptions::activation`]);
-/// 2. the key `<arch>.hidden_act` (`relu`, `silu`, `gelu`), which our own files carry;
-/// 3. `PWRI` files: ReLU, the only one that the original engine has in them;
-/// 4. the family: llama SiLU, bamboo and opt ReLU, falcon GELU. A dense llama file whose name says that it is
-///    of the ReLU kind is refused instead, since the file alone does not tell and SiLU would give wrong text.
-///
-/// A `PWRI` file whose activation has no exact zeros is refused: its predictors would leave out neurons that
-/// are not zero.
+/// A `PWRI` file whose activation has no exact zeros is refused: its predictors would leave out neurons that are
+/// not zero.
 fn activation(
     keys: &Keys<'_>,
     family: &Family,

@@ -3,7 +3,7 @@
 
 mod support;
 
-use powerinfer_core::{LoadError, LoadOptions, Model, NoteLevel, SessionOptions};
+use powerinfer_core::{Device, LoadError, LoadOptions, Model, NoteLevel, SessionOptions};
 use powerinfer_gguf::{Magic, Value};
 use powerinfer_sparse_ops::{Activation, ActiveMode, ShapeError, TokenId};
 use support::{N_EMBD, N_FF, N_LAYER, N_VOCAB, TinyFile};
@@ -236,9 +236,76 @@ fn the_magic_alone_tells_sparse_from_dense() {
 }
 
 #[test]
-fn tensors_that_nothing_uses_are_noted() {
+fn tensors_beside_the_computation_are_noted_and_those_of_it_are_refused() {
     let mut file = TinyFile::dense();
-    file.tensor("blk.0.extra.weight", &[4], vec![0.0; 4]);
+    file.tensor("training.step", &[4], vec![0.0; 4]);
     let text = notes(&file.load().unwrap());
-    assert!(text.contains("1 tensors of the file are not used, such as `blk.0.extra.weight`"), "{text}");
+    assert!(text.contains("1 tensors of the file are not used, such as `training.step`"), "{text}");
+    // A bias that nothing adds would silently make another function.
+    for name in ["blk.3.ffn_gate.bias", "blk.0.attn_q_norm.weight", "output.bias"] {
+        let error = TinyFile::dense().tensor(name, &[N_FF], vec![0.5; N_FF]).error();
+        assert!(matches!(&error, LoadError::UnknownTensor { tensor, .. } if tensor == name), "{error}");
+    }
+    let error = TinyFile::dense().set("llama.expert_count", 8u32).error();
+    assert!(error.to_string().contains("mixtures of experts"), "{error}");
+}
+
+#[test]
+fn predictors_are_not_used_with_an_activation_without_exact_zeros() {
+    let mut file = TinyFile::dense();
+    for layer in 0..N_LAYER {
+        file.tensor(&format!("blk.{layer}.fc1.weight"), &[N_EMBD, 4], vec![0.1; N_EMBD * 4]);
+        file.tensor(&format!("blk.{layer}.fc2.weight"), &[4, N_FF], vec![-0.1; 4 * N_FF]);
+    }
+    let relu = file.load().unwrap();
+    assert!(relu.has_predictors() && relu.default_mode() == ActiveMode::Predictor);
+    let silu = file.set("llama.hidden_act", "silu").load().unwrap();
+    assert!(!silu.has_predictors() && silu.default_mode() == ActiveMode::Dense);
+    assert!(notes(&silu).contains("predictors are not used"), "{}", notes(&silu));
+    let options = LoadOptions { mode: Some(ActiveMode::Predictor), ..LoadOptions::default() };
+    assert!(matches!(file.load_with(&options), Err(LoadError::NoPredictors)));
+    // Half of the layers is an error here as well.
+    file.set("llama.hidden_act", "relu").remove_tensor("blk.2.fc1.weight").remove_tensor("blk.2.fc2.weight");
+    assert!(file.error().to_string().contains("blk.2.fc1.weight"));
+}
+
+#[test]
+fn a_predictor_of_rank_one_may_lack_its_last_dimension() {
+    let mut file = TinyFile::sparse();
+    file.tensor("blk.4.fc1.weight", &[N_EMBD], vec![0.1; N_EMBD]);
+    file.tensor("blk.4.fc2.weight", &[1, N_FF], vec![0.1; N_FF]);
+    assert!(file.load().is_ok());
+    let error = TinyFile::dense()
+        .tensor("blk.1.ffn_up.weight", &[N_EMBD, N_FF / 2, 2], vec![0.0; N_EMBD * N_FF])
+        .error();
+    assert!(matches!(error, LoadError::NoMatrix { .. }), "{error}");
+}
+
+#[test]
+fn sizes_beyond_reason_are_refused_before_anything_is_allocated() {
+    for n_batch in [0, usize::MAX, 1 << 40] {
+        let options = LoadOptions { n_batch, ..LoadOptions::default() };
+        let error = TinyFile::dense().load_with(&options).unwrap_err();
+        assert!(matches!(error, LoadError::BatchSize { .. }), "{error}");
+    }
+    for device in [Device::default(), Device::Reference(powerinfer_core::Rounding::None)] {
+        let options = LoadOptions { device, ..LoadOptions::default() };
+        let model = TinyFile::dense().load_with(&options).unwrap();
+        for n_ctx in [0, usize::MAX, 1 << 60] {
+            let options = SessionOptions { n_ctx: Some(n_ctx), ..SessionOptions::default() };
+            assert!(model.session(&options).is_err(), "{n_ctx}");
+        }
+        assert!(model.session(&SessionOptions::default()).is_ok());
+    }
+}
+
+#[cfg(feature = "cpu")]
+#[test]
+fn a_million_threads_are_refused() {
+    for threads in [1025, 1 << 40, usize::MAX] {
+        let device = Device::Cpu(powerinfer_core::CpuOptions { threads, ..Default::default() });
+        let options = LoadOptions { device, ..LoadOptions::default() };
+        let error = TinyFile::dense().load_with(&options).unwrap_err();
+        assert!(error.to_string().contains("1024"), "{error}");
+    }
 }

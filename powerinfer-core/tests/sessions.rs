@@ -194,6 +194,20 @@ fn weights_that_are_no_numbers_are_an_error_and_the_session_goes_back() {
     assert!(matches!(error, SessionError::NonFinite { position: 1, .. }), "{error}");
     assert_eq!(session.tokens(), [TokenId(3)]);
     assert!(session.decode(TokenId(4)).is_ok());
+
+    // The same of every way to add tokens.
+    struct Nothing;
+    impl powerinfer_core::Probe for Nothing {
+        fn after_layer(&mut self, _: powerinfer_core::LayerId, _: &[f32]) {}
+    }
+    let bad = [4, 50, 5].map(TokenId);
+    assert!(session.evaluate(&bad, |_, _| ()).is_err());
+    assert_eq!(session.tokens(), [3, 4].map(TokenId), "after evaluate");
+    assert!(session.trace(&bad, &mut Nothing).is_err());
+    assert_eq!(session.tokens(), [3, 4].map(TokenId), "after trace");
+    assert!(session.prefill(&bad).is_err());
+    assert_eq!(session.tokens(), [3, 4].map(TokenId), "after prefill");
+    assert!(session.decode(TokenId(5)).is_ok());
 }
 
 #[test]
@@ -208,6 +222,12 @@ fn padded_rows_of_the_embedding_are_never_chosen() {
     let model = file.load().unwrap();
     let mut session = model.session(&options(64)).unwrap();
     let sampling = SamplingParams { temperature: 5.0, seed: Some(1), ..SamplingParams::unfiltered() };
+    let error = session.generate(&[TokenId(310)], endless()).err().unwrap();
+    assert!(
+        matches!(error, GenerateError::Session(SessionError::UnknownToken { n_vocab: 300, .. })),
+        "{error}"
+    );
+    assert!(session.tokens().is_empty());
     let generation = session.generate(&prompt(4), GenerateOptions { sampling, ..endless() }).unwrap();
     for piece in generation {
         assert!(piece.unwrap().token.is_none_or(|t| t.index() < N_VOCAB));

@@ -105,9 +105,16 @@ impl CpuBackend {
     /// A backend for models of this shape, holding nothing yet.
     ///
     /// # Errors
-    /// [`BackendError::Unavailable`] if the system refuses to start the threads.
+    /// [`BackendError::Unavailable`] if there are to be more than 1024 threads, or the system refuses them.
     pub fn new(spec: Arc<ModelSpec>, options: CpuOptions) -> Result<Self, BackendError> {
+        const MAX_THREADS: usize = 1024;
         let threads = if options.threads == 0 { default_threads() } else { options.threads };
+        if threads > MAX_THREADS {
+            return Err(BackendError::Unavailable {
+                backend: NAME.into(),
+                reason: format!("{threads} threads are asked for, at most {MAX_THREADS} are made"),
+            });
+        }
         let pool = Pool::try_new(threads).map_err(|error| BackendError::Unavailable {
             backend: NAME.into(),
             reason: format!("{threads} threads could not be started: {error}"),

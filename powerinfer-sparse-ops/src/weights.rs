@@ -250,11 +250,17 @@ impl WeightMatrix {
         // A Vec<u32> underneath keeps the alignment.
         let mut out = vec![0u32; source.len().div_ceil(4)];
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut out);
-        for row in 0..self.n_rows {
-            for col in 0..self.n_cols {
-                let from = (row * self.n_cols + col) * size;
-                let to = (col * self.n_rows + row) * size;
-                bytes[to..to + size].copy_from_slice(&source[from..from + size]);
+        // Square tiles: a tile's rows and columns stay in the cache while it is turned.
+        const TILE: usize = 32;
+        for row0 in (0..self.n_rows).step_by(TILE) {
+            for col0 in (0..self.n_cols).step_by(TILE) {
+                for row in row0..self.n_rows.min(row0 + TILE) {
+                    for col in col0..self.n_cols.min(col0 + TILE) {
+                        let from = (row * self.n_cols + col) * size;
+                        let to = (col * self.n_rows + row) * size;
+                        bytes[to..to + size].copy_from_slice(&source[from..from + size]);
+                    }
+                }
             }
         }
         Self {

@@ -17,11 +17,14 @@ impl KvCache {
         Self { k: vec![Vec::new(); spec.n_layer], v: vec![Vec::new(); spec.n_layer] }
     }
 
-    pub(super) fn grow(&mut self, spec: &ModelSpec, kv_len: usize) {
+    /// Makes room for `kv_len` positions; fails if there is no memory for them.
+    pub(super) fn grow(&mut self, spec: &ModelSpec, kv_len: usize) -> Result<(), ()> {
+        let len = kv_len.checked_mul(spec.kv_dim()).ok_or(())?;
         for rows in self.k.iter_mut().chain(&mut self.v) {
-            let len = rows.len().max(kv_len * spec.kv_dim());
-            rows.resize(len, 0.0);
+            rows.try_reserve_exact(len.saturating_sub(rows.len())).map_err(drop)?;
+            rows.resize(rows.len().max(len), 0.0);
         }
+        Ok(())
     }
 
     pub(super) fn copy_from(&mut self, spec: &ModelSpec, from: &Self, positions: Range<u32>) {

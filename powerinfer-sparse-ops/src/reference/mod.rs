@@ -234,8 +234,13 @@ impl HybridBackend for ReferenceBackend {
 
     fn reserve(&mut self, seq: SeqId, kv_len: usize, _max_rows: usize) -> Result<(), BackendError> {
         let spec = &self.spec;
-        self.caches.entry(seq).or_insert_with(|| KvCache::new(spec)).grow(spec, kv_len);
-        Ok(())
+        let cache = self.caches.entry(seq).or_insert_with(|| KvCache::new(spec));
+        cache.grow(spec, kv_len).map_err(|()| BackendError::OutOfMemory {
+            backend: "reference".into(),
+            what: format!("keys and values of {kv_len} positions"),
+            need_bytes: (kv_len as u64).saturating_mul((spec.n_layer * spec.kv_dim() * 8) as u64),
+            have_bytes: 0,
+        })
     }
 
     fn kv_copy(&mut self, from: SeqId, to: SeqId, range: Range<u32>) {
