@@ -30,7 +30,7 @@ const SPINS: u32 = 2000;
 const SPINS_CROWDED: u32 = 20;
 
 /// The number of threads to use if nobody says otherwise: the CPUs this process may run on, or the physical
-/// cores if these are fewer.
+/// cores of the machine if these are fewer. A process that may run on two threads of one core still gets two.
 pub fn default_threads() -> usize {
     let cpus = thread::available_parallelism().map_or(1, NonZeroUsize::get);
     physical_cores().map_or(cpus, |cores| cores.clamp(1, cpus))
