@@ -19,7 +19,7 @@ an illegal instruction (exit status -4) in quantised products of two and more to
     export CFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" && export CXXFLAGS="$CFLAGS"
     pip install --no-cache-dir --force-reinstall llama-cpp-python==0.3.36
 Our CLI is called as
-    powerinfer bench -m FILE -p P -n N -t T --json
+    powerinfer bench -m FILE -p P -n N -t T --no-stream --json
 and prints JSON with `prefill_tok_s` and `decode_tok_s`, each a number or {"median": number, ...}.
 
 llama.cpp runs with its library's defaults (f16 cache, flash attention where it chooses so) but for the thread count.
@@ -125,7 +125,8 @@ def pairs(args, threads):
     sizes = ["-p", str(args.prompt), "-n", str(args.decode), "-t", str(threads)]
     commands = {
         "llama.cpp": [sys.executable, str(Path(__file__).resolve()), "--llama-side", "-m", args.model, *sizes],
-        "ours": [args.cli, "bench", "-m", args.model, *sizes, "--json", *shlex.split(args.ours_args)],
+        # Measuring the memory's speed would take a buffer larger than most models and spoil the peak.
+        "ours": [args.cli, "bench", "-m", args.model, *sizes, "--no-stream", "--json", *shlex.split(args.ours_args)],
     }
     out = []
     for repeat in range(args.repeats + 1):

@@ -24,6 +24,7 @@
 //! ```
 
 mod date;
+mod nesting;
 mod parts;
 mod python;
 #[cfg(test)]
@@ -38,6 +39,7 @@ use minijinja::{Environment, ErrorKind, UndefinedBehavior, Value};
 use serde::{Deserialize, Serialize};
 use std::error::Error as _;
 use std::io::{self, Write};
+use std::thread;
 use std::time::SystemTime;
 
 /// One message of a conversation.
@@ -145,6 +147,9 @@ pub enum ChatError {
         /// The limit.
         limit_bytes: usize,
     },
+    /// The thread that a template is rendered on cannot be started.
+    #[error("cannot start a thread to render the chat template")]
+    Thread(#[source] io::Error),
     /// The template failed on this conversation.
     #[error("chat template, line {line}: {detail}")]
     Render {
@@ -158,6 +163,9 @@ pub enum ChatError {
 }
 
 const NAME: &str = "chat";
+
+/// Work of the trial at load. The longest published templates take about a hundredth of it for one message.
+const TRIAL_FUEL: u64 = 50_000;
 
 /// A parsed chat template.
 #[derive(Debug)]
@@ -194,6 +202,9 @@ impl ChatTemplate {
         env.set_undefined_behavior(UndefinedBehavior::Lenient);
         env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
         env.set_fuel(Some(limits.fuel));
+        env.set_recursion_limit(nesting::MAX_RECURSION);
+        // Otherwise errors keep the template's values and drop them on the caller's stack.
+        env.set_debug(false);
         python::add_to(&mut env);
         let source = python::prepare(source).map_err(|python::TooComplex { line, what, limit }| {
             ChatError::TooComplex { line, what, limit }
@@ -204,12 +215,13 @@ impl ChatTemplate {
             source: error,
         })?;
         let template = Self { env, limits };
-        match template.render(&ChatInput {
+        let trial = ChatInput {
             messages: &[Message::new("user", "Hello")],
             add_generation_prompt: true,
             ..ChatInput::default()
-        }) {
-            Err(error @ ChatError::Unsupported { .. }) => Err(error),
+        };
+        match template.render_with(&trial, limits.fuel.min(TRIAL_FUEL)) {
+            Err(error @ (ChatError::Unsupported { .. } | ChatError::Thread(_))) => Err(error),
             // A template may well refuse or fail on a conversation that it was not made for.
             _ => Ok(template),
         }
@@ -221,7 +233,22 @@ impl ChatTemplate {
     ///
     /// [`ChatError::Raised`] if the template refuses the conversation, other [`ChatError`]s if it fails.
     pub fn render(&self, input: &ChatInput<'_>) -> Result<String, ChatError> {
+        self.render_with(input, self.limits.fuel)
+    }
+
+    /// Renders on a stack that holds the deepest value that a template can build; see [`nesting`].
+    fn render_with(&self, input: &ChatInput<'_>, fuel: u64) -> Result<String, ChatError> {
+        let thread = thread::Builder::new().name("chat-template".to_owned()).stack_size(nesting::STACK_BYTES);
+        thread::scope(|scope| {
+            let rendering =
+                thread.spawn_scoped(scope, || self.render_here(input, fuel)).map_err(ChatError::Thread)?;
+            rendering.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
+    fn render_here(&self, input: &ChatInput<'_>, fuel: u64) -> Result<String, ChatError> {
         let mut env = self.env.clone();
+        env.set_fuel(Some(fuel));
         let now = input.now.unwrap_or_else(SystemTime::now);
         env.add_function("strftime_now", move |format: &str| date::strftime(format, now));
         let template = env.get_template(NAME).expect("the template was added when it was parsed");
@@ -230,27 +257,27 @@ impl ChatTemplate {
         match rendered {
             Ok(()) => Ok(String::from_utf8(out.bytes).expect("templates write UTF-8")),
             Err(_) if out.exceeded => Err(ChatError::OutputTooLong { limit_bytes: out.limit }),
-            Err(error) => Err(self.render_error(error)),
+            Err(error) => Err(render_error(error, fuel)),
         }
     }
+}
 
-    fn render_error(&self, error: minijinja::Error) -> ChatError {
-        let mut cause = Some(&error as &(dyn std::error::Error + 'static));
-        while let Some(current) = cause {
-            if let Some(python::Raised(message)) = current.downcast_ref() {
-                return ChatError::Raised { message: message.clone() };
-            }
-            cause = current.source();
+fn render_error(error: minijinja::Error, fuel: u64) -> ChatError {
+    let mut cause = Some(&error as &(dyn std::error::Error + 'static));
+    while let Some(current) = cause {
+        if let Some(python::Raised(message)) = current.downcast_ref() {
+            return ChatError::Raised { message: message.clone() };
         }
-        let root = root_cause(&error);
-        let line = root.line().or_else(|| error.line()).unwrap_or(0);
-        match root.kind() {
-            ErrorKind::OutOfFuel => ChatError::OutOfFuel { fuel: self.limits.fuel },
-            ErrorKind::UnknownFilter | ErrorKind::UnknownTest | ErrorKind::UnknownFunction => {
-                ChatError::Unsupported { line, detail: detail(root), source: error }
-            }
-            _ => ChatError::Render { line, detail: detail(root), source: error },
+        cause = current.source();
+    }
+    let root = root_cause(&error);
+    let line = root.line().or_else(|| error.line()).unwrap_or(0);
+    match root.kind() {
+        ErrorKind::OutOfFuel => ChatError::OutOfFuel { fuel },
+        ErrorKind::UnknownFilter | ErrorKind::UnknownTest | ErrorKind::UnknownFunction => {
+            ChatError::Unsupported { line, detail: detail(root), source: error }
         }
+        _ => ChatError::Render { line, detail: detail(root), source: error },
     }
 }
 

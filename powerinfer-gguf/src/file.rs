@@ -74,13 +74,17 @@ impl GgufFile {
     /// missing part ends this program with a signal. Where files may change, use [`GgufFile::read`].
     ///
     /// # Errors
-    /// [`GgufError::Io`] if the file cannot be opened, and any other variant if its content is at fault.
+    /// [`GgufError::Io`] if the file cannot be opened or is a directory, device or pipe, and any other variant if its
+    /// content is at fault.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, GgufError> {
         #[cfg(feature = "mmap")]
         {
             let path = path.as_ref();
-            let map =
-                crate::map::map(path).map_err(|source| GgufError::Io { path: path.to_owned(), source })?;
+            // What is no file is opened without complaint, or waits for a writer, and fails to be mapped with a
+            // message about devices.
+            let map = check_regular(path)
+                .and_then(|()| crate::map::map(path))
+                .map_err(|source| GgufError::Io { path: path.to_owned(), source })?;
             Self::from_owner(Arc::new(map))
         }
         #[cfg(not(feature = "mmap"))]
@@ -194,6 +198,18 @@ impl fmt::Debug for GgufFile {
             .field("n_tensors", &self.n_tensors())
             .finish_non_exhaustive()
     }
+}
+
+#[cfg(feature = "mmap")]
+fn check_regular(path: &Path) -> std::io::Result<()> {
+    let ty = std::fs::metadata(path)?.file_type();
+    if ty.is_dir() {
+        return Err(std::io::Error::new(std::io::ErrorKind::IsADirectory, "it is a directory, not a file"));
+    }
+    if !ty.is_file() {
+        return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "it is not a regular file"));
+    }
+    Ok(())
 }
 
 fn parse_magic(cur: &mut Cursor<'_>) -> Result<Magic, GgufError> {

@@ -1,5 +1,6 @@
 //! What templates expect from the Python library that they were written for.
 
+use super::nesting;
 use minijinja::value::{Kwargs, Rest};
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 use serde::Serialize;
@@ -18,14 +19,18 @@ pub(super) fn add_to(env: &mut Environment<'_>) {
         Err(error.with_source(Raised(message.to_owned())))
     });
     env.add_filter("tojson", to_json);
+    env.add_filter(nesting::FILTER, nesting::check);
     env.set_unknown_method_callback(method);
 }
 
 fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
-    if let Some(text) = value.as_str()
-        && let Some(found) = string_method(text, name, args)
-    {
-        return found;
+    if let Some(text) = value.as_str() {
+        if let Some(found) = string_method(text, name, args) {
+            return found;
+        }
+        if name == "format" {
+            state.consume_fuel(format_width(text)? / 64)?;
+        }
     }
     minijinja_contrib::pycompat::unknown_method_callback(state, value, name, args)
 }
@@ -56,6 +61,50 @@ fn string_method(text: &str, name: &str, args: &[Value]) -> Option<Result<Value,
         }
         _ => return None,
     }))
+}
+
+/// Largest width or precision in a format: far more than a prompt needs.
+const MAX_FORMAT_WIDTH: u64 = 4096;
+
+/// The sum of all widths and precisions that `str.format` is asked for, each within the limit.
+///
+/// A number counts if it stands behind the colon of a field, which is where the engine looks for both.
+fn format_width(format: &str) -> Result<u64, Error> {
+    let (mut in_field, mut in_spec, mut total) = (false, false, 0);
+    let mut rest = format;
+    while let Some(c) = rest.chars().next() {
+        let tail = &rest[c.len_utf8()..];
+        match c {
+            '{' if !in_spec => in_field = !in_field,
+            ':' if in_field && !in_spec => {
+                in_spec = true;
+                // Whatever stands before a sign of alignment is what to fill with, a brace or digit too.
+                let mut chars = tail.chars();
+                chars.next();
+                if chars.as_str().starts_with(['<', '>', '^']) {
+                    rest = &chars.as_str()[1..];
+                    continue;
+                }
+            }
+            '}' => (in_field, in_spec) = (false, false),
+            '0'..='9' if in_spec => {
+                let len = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
+                let (digits, after) = rest.split_at(len);
+                let width = digits.parse().unwrap_or(u64::MAX);
+                if width > MAX_FORMAT_WIDTH {
+                    let detail =
+                        format!("width or precision {width} in a format, at most {MAX_FORMAT_WIDTH}");
+                    return Err(Error::new(ErrorKind::InvalidOperation, detail));
+                }
+                total += width;
+                rest = after;
+                continue;
+            }
+            _ => {}
+        }
+        rest = tail;
+    }
+    Ok(total)
 }
 
 /// JSON as `json.dumps(value, ensure_ascii=False)` writes it, without escapes for HTML.
@@ -133,8 +182,8 @@ pub(super) struct TooComplex {
     pub(super) limit: usize,
 }
 
-/// Replaces `{% generation %}` and `{% endgeneration %}` by blocks that do nothing, and refuses what would overflow the
-/// parser's stack.
+/// Replaces `{% generation %}` and `{% endgeneration %}` by blocks that do nothing, lets [`nesting::check`] look at what
+/// `set` stores, and refuses what would overflow the parser's stack.
 ///
 /// The blocks tell a training library which text is the model's own. Lines keep their numbers.
 pub(super) fn prepare(source: &str) -> Result<String, TooComplex> {
@@ -162,7 +211,10 @@ pub(super) fn prepare(source: &str) -> Result<String, TooComplex> {
         if n_elif > MAX_ELIF_TAGS {
             return Err(too_complex("`elif` tags", MAX_ELIF_TAGS));
         }
-        out.push_str(&without_generation(tag));
+        match nesting::checked(tag) {
+            Some(checked) => out.push_str(&checked),
+            None => out.push_str(&without_generation(tag)),
+        }
         if name == Some("raw") {
             let len = raw_len(rest);
             out.push_str(&rest[..len]);
@@ -218,7 +270,7 @@ fn raw_len(text: &str) -> usize {
 }
 
 /// What stands in a block tag, without marks for white space.
-fn block_name(tag: &str) -> Option<&str> {
+pub(super) fn block_name(tag: &str) -> Option<&str> {
     let inner = tag.strip_prefix("{%")?.strip_suffix("%}")?;
     Some(inner.trim_matches(|c: char| c.is_whitespace() || c == '-' || c == '+'))
 }

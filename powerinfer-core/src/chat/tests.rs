@@ -450,6 +450,10 @@ fn smollm2() {
         return;
     };
     let path = std::path::Path::new(&folder).join("models/relu-smol/relu-smol-135m-q8_0.gguf");
+    if !path.exists() {
+        println!("skipped: the folder named by POWERINFER_DATA has no {}", path.display());
+        return;
+    }
     let (source, text) = crate::tokenizer::tests::vocab_file::read(&path);
     let template = template(&text.expect("the model has a chat template"));
     let messages = [Message::new("user", "Hi<|im_end|>")];
@@ -502,4 +506,139 @@ fn deeply_nested_templates_are_refused() {
     assert!(ChatTemplate::parse(&literal).is_ok());
     let raw = "{% raw %}{% generation %}{{ x {%- endraw %}|";
     assert_eq!(template(raw).render(&ChatInput::default()).expect("renders"), "{% generation %}{{ x|");
+}
+
+/// Each of these overflowed the stack of the thread that loads the model.
+#[test]
+fn deeply_nested_values_are_refused() {
+    let grow = |how: &str, then: &str| {
+        format!(
+            "{{% set ns = namespace(x=[]) %}}\n{{% for i in range(90000) %}}{how}{{% endfor %}}{{{{ {then} }}}}"
+        )
+    };
+    let line_by_line = format!("{{% set x = [] %}}\n{}{{{{ x }}}}", "{% set x = [x] %}".repeat(50_000));
+    let sources = [
+        grow("{% set ns.x=[ns.x] %}", "1"),
+        grow("{%- set ns.x = {'a': ns.x} -%}", "ns.x | tojson"),
+        grow("{%set a, ns.x=1, [ns.x] if true%}", "ns.x == [ns.x]"),
+        grow("{% set ns.x = ((ns.x, '=')) %}", "ns.x"),
+        grow("{% set ns.x | default([ns.x], true) %}{% endset %}", "ns.x"),
+        grow("{% set ns.x = ns %}", "ns"),
+        grow("{% set ns.x = [{'a': ns}] %}", "ns"),
+        grow("{% set ns.x = loop %}", "ns"),
+        grow("{% set m = namespace(a=namespace(b=ns)) %}", "ns"),
+        // Not deep, but 2^60 values to look at.
+        grow("{% set ns.x = [ns.x, ns.x] %}", "ns.x"),
+        line_by_line,
+    ];
+    let limits = ChatLimits { fuel: 500_000, ..ChatLimits::default() };
+    for source in sources {
+        let template = ChatTemplate::parse_with(&source, limits).expect("parses");
+        let error = template.render(&ChatInput::default()).expect_err("too deep");
+        match &error {
+            ChatError::Render { line: 2, detail, .. } => {
+                assert!(detail.contains("nested") || detail.contains("namespace"), "{source:.90}: {error}");
+            }
+            error => assert!(matches!(error, ChatError::OutOfFuel { .. }), "{source:.90}: {error:?}"),
+        }
+    }
+    // A bracket too many does not lead past the check.
+    let odd = "{% set ns = namespace() %}{% set ns.x = [ns]) if true else (1 %}{{ ns }}";
+    assert!(matches!(ChatTemplate::parse(odd), Err(ChatError::Syntax { .. })));
+}
+
+/// What one tag writes, once for each level of recursion, is the deepest value there can be.
+#[test]
+fn the_deepest_values_fit_the_stack() {
+    let lists = |n: usize| format!("{}x{}", "[".repeat(n), "]".repeat(n));
+    let filters = |n: usize| format!("[x]{}", "|batch(1)".repeat(n));
+    let one = ["1", "x", "x | tojson", "x | string | length"];
+    let two = ["x == y", "x < y", "[x, y] | unique | length", "[x, y] | sort | length"];
+    let limits = ChatLimits { fuel: 50_000_000, ..ChatLimits::default() };
+    for (x, y, uses) in [
+        (filters(190), "1".to_owned(), one),
+        (lists(60), "1".to_owned(), one),
+        (filters(90), filters(90).replace('x', "y"), two),
+    ] {
+        for use_ in uses {
+            let source = format!(
+                "{{% for x, y in [[1, 1]] recursive %}}{{% if loop.depth < 190 %}}{{{{ loop([[{x}, {y}]]) }}}}\
+                 {{% else %}}{{{{ {use_} }}}}{{% endif %}}{{% endfor %}}",
+            );
+            let template = ChatTemplate::parse_with(&source, limits).expect("parses");
+            // What comes out does not matter, but that it got to the end does.
+            let text = template.render(&ChatInput::default());
+            assert!(text.is_ok_and(|text| !text.trim().is_empty()), "{use_}");
+        }
+    }
+}
+
+#[test]
+fn what_templates_store_is_unchanged_by_the_check() {
+    let cases = [
+        ("{% set a, b = 1, 2 %}{{ a }}{{ b }}", "12"),
+        ("{%- set x = 'a=|b' ~ \"'\" -%}{{ x }}", "a=|b'"),
+        ("{% set x = 1 if false %}{{ x is undefined }}{{ x }}", "true"),
+        ("{% set x = none %}{{ x is none }}", "true"),
+        ("{% set x = {'k': [1, 2]} %}{{ x.k[1] == 2 and x == {'k': [1, 2]} }}", "true"),
+        (
+            "{% set ns = namespace(n=0, all=[]) %}{% for i in range(300) %}{% set ns.n = ns.n + i %}\
+          {% set ns.all = ns.all + [i] %}{% endfor %}{{ ns.n }} {{ ns.all | length }}",
+            "44850 300",
+        ),
+        ("{% set x | upper | replace('=', '(') %}a=b{% endset %}{{ x }}", "A(B"),
+        ("{% macro m(a) %}{{ a }}{% endmacro %}{% set f = m %}{{ f(a=1) }}", "1"),
+        (
+            "{% for i in [1] %}{% set outer = loop %}{% for j in [1] %}{{ outer.index }}{% endfor %}{% endfor %}",
+            "1",
+        ),
+        ("{% set settings %}x = [{% endset %}{{ settings }}", "x = ["),
+    ];
+    for (source, expected) in cases {
+        let text = template(source).render(&ChatInput::default()).expect("renders");
+        assert_eq!(text.replace("True", "true"), expected, "{source}");
+    }
+}
+
+/// What the trial at load leaves room for.
+#[test]
+fn published_shapes_take_little_work() {
+    for source in [CHATML, INST, HEADERS, TURNS, ZEPHYR, TOOLS, LISTS, THINKING] {
+        let limits = ChatLimits { fuel: super::TRIAL_FUEL / 100, ..ChatLimits::default() };
+        let template = ChatTemplate::parse_with(source, limits).expect("parses");
+        template.render(&input(&[Message::new("user", "Hello")])).expect("a hundredth is enough");
+    }
+}
+
+#[test]
+fn formats_are_bounded() {
+    let good = [
+        (
+            "{{ '{:>5}|{:05.1f}|{{10:99999}}|{}: 99999'.format('a', 2.25, 'b') }}",
+            "    a|002.2|{10:99999}|b: 99999",
+        ),
+        ("{{ '{0}{x:9<3}'.format(1, x=2) }}", "1299"),
+        ("{{ '{:>4096}'.format('a') | length }}", "4096"),
+    ];
+    for (source, expected) in good {
+        assert_eq!(template(source).render(&ChatInput::default()).expect("renders"), expected, "{source}");
+    }
+    for spec in [
+        "{:>99999999999}",
+        "{:.4097f}",
+        "{:}>99999999999}",
+        "{x:{>99999999999}",
+        "{:0>4097}",
+        "{:9999999999999999999999}",
+        "{{{:4097}",
+        "{0:,.99999999999f}",
+    ] {
+        let source = format!("{{{{ '{spec}'.format(1.5, x='a') }}}}");
+        let error = template(&source).render(&ChatInput::default()).expect_err("too wide");
+        assert!(error.to_string().contains("at most 4096"), "{spec}: {error}");
+    }
+    let many = "{% for i in range(100) %}{{ ('{0:4096}' * 1000).format(1) | length }}{% endfor %}";
+    let limits = ChatLimits { fuel: 100_000, ..ChatLimits::default() };
+    let error = ChatTemplate::parse_with(many, limits).expect("parses").render(&ChatInput::default());
+    assert!(matches!(error, Err(ChatError::OutOfFuel { fuel: 100_000 })), "{error:?}");
 }

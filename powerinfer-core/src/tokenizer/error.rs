@@ -72,6 +72,16 @@ pub enum TokenizerError {
         /// Its text.
         text: String,
     },
+    /// A special token's text is so long that looking for it could take quadratic time.
+    #[error("special token {id} is {len_bytes} bytes long, at most {limit_bytes} are accepted")]
+    SpecialTokenTooLong {
+        /// The token.
+        id: u32,
+        /// Length of its text.
+        len_bytes: usize,
+        /// The most that is accepted.
+        limit_bytes: usize,
+    },
     /// A byte-level BPE vocabulary without merges.
     #[error("a `gpt2` vocabulary needs merges, the file has none")]
     MissingMerges,

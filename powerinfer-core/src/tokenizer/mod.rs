@@ -41,7 +41,7 @@ pub use vocab::TokenKind;
 
 use merge::Merger;
 use powerinfer_sparse_ops::TokenId;
-use special::{Found, SpecialTokens};
+use special::{Found, MAX_SPECIAL_BYTES, SpecialTokens};
 use std::ops::Range;
 use vocab::Vocab;
 
@@ -202,6 +202,10 @@ impl Tokenizer {
             model => return Err(TokenizerError::UnsupportedModel { model: model.to_owned() }),
         };
         let vocab = Vocab::new(source, is_spm)?;
+        if let Some((id, text)) = vocab.special_texts().find(|(_, text)| text.len() > MAX_SPECIAL_BYTES) {
+            let (len_bytes, limit_bytes) = (text.len(), MAX_SPECIAL_BYTES);
+            return Err(TokenizerError::SpecialTokenTooLong { id, len_bytes, limit_bytes });
+        }
         let mut warnings = Vec::new();
         let kind = if is_spm {
             Kind::Spm(spm::Spm::new(&vocab, &checked_scores(source, &mut warnings)?))

@@ -3,6 +3,10 @@
 use std::collections::{BTreeMap, BinaryHeap};
 use std::ops::Range;
 
+/// Longest text of a special token. Looking for tokens takes at most this many steps for each byte of a text; the longest
+/// in published vocabularies, runs of white space, have less than 100 bytes.
+pub(super) const MAX_SPECIAL_BYTES: usize = 256;
+
 /// A special token found in a text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Found {

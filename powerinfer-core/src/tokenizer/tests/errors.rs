@@ -137,6 +137,33 @@ fn byte_tokens_must_name_a_byte() {
 }
 
 #[test]
+fn special_tokens_must_be_short() {
+    let with_last = |len_bytes: usize, ty: i32| {
+        let mut source = bpe_source();
+        source.tokens.push(vec![b'a'; len_bytes]);
+        source.token_types.as_mut().expect("types").push(ty);
+        source
+    };
+    let last = bpe_source().tokens.len() as u32;
+    for ty in [3, 4] {
+        let found = error(&with_last(257, ty));
+        assert!(
+            matches!(found, TokenizerError::SpecialTokenTooLong { id, len_bytes: 257, limit_bytes: 256 } if id == last),
+            "{found}"
+        );
+        assert!(found.to_string().contains(&format!("special token {last} is 257 bytes")), "{found}");
+        // A text made to take long is still done with: without the limit the steps grow with its square.
+        let tokenizer =
+            Tokenizer::new(&with_last(256, ty), TokenizerOptions::default()).expect("short enough");
+        let how = Encode { parse_special: true, ..Encode::default() };
+        let ids = tokenizer.encode(vec![b'a'; 64 << 10], how).expect("within the limit");
+        assert_eq!(ids, vec![TokenId(last); 256]);
+    }
+    // An ordinary token may be as long as it likes.
+    assert!(Tokenizer::new(&with_last(100_000, 1), TokenizerOptions::default()).is_ok());
+}
+
+#[test]
 fn merges_must_name_two_known_pieces() {
     assert!(matches!(changed(bpe_source(), |s| s.merges = None), TokenizerError::MissingMerges));
     for line in ["ab", "", " ", "a ", " b"] {

@@ -1,19 +1,38 @@
 //! Ids of hard strings, recorded from other engines.
 //!
-//! The vocabularies are not part of this repository. The environment variable `POWERINFER_DATA` names a folder
-//! that holds them, with `golden/` and `models/`; without it these tests say so and pass.
+//! The vocabulary of the demo model is part of this repository, with ids from Hugging Face `tokenizers` 0.23.3: its file
+//! says how they were made.
+//!
+//! The other vocabularies are not. The environment variable `POWERINFER_DATA` names a folder that holds them, with
+//! `golden/` and `models/`; what is missing there is named and passed over.
 
 use super::vocab_file;
 use crate::tokenizer::{Encode, Tokenizer, TokenizerOptions};
 use serde_json::Value;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-fn shared() -> Option<PathBuf> {
-    let folder = std::env::var_os("POWERINFER_DATA").map(PathBuf::from);
-    if folder.is_none() {
+/// A file of the folder that the caller names, if it is there.
+fn shared(file: &str) -> Option<PathBuf> {
+    let Some(folder) = std::env::var_os("POWERINFER_DATA") else {
         println!("skipped: POWERINFER_DATA names no folder with recorded vocabularies");
+        return None;
+    };
+    let path = Path::new(&folder).join(file);
+    if !path.exists() {
+        println!("skipped: the folder named by POWERINFER_DATA has no {file}");
+        return None;
     }
-    folder
+    Some(path)
+}
+
+fn demo_tokenizer() -> Tokenizer {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../powerinfer-demo-model/tiny-stories-relu.gguf");
+    tokenizer(&path)
+}
+
+fn tokenizer(path: &Path) -> Tokenizer {
+    let (source, _) = vocab_file::read(path);
+    Tokenizer::new(&source, TokenizerOptions::default()).expect("a good vocabulary")
 }
 
 fn bytes_of_hex(hex: &str) -> Vec<u8> {
@@ -27,11 +46,13 @@ fn expected(case: &Value, key: &str) -> Option<Vec<u64>> {
 }
 
 fn check(ids_file: &str, vocab_file: &str) {
-    let Some(folder) = shared() else { return };
-    let (source, _) = vocab_file::read(&folder.join(vocab_file));
-    let tokenizer = Tokenizer::new(&source, TokenizerOptions::default()).expect("a good vocabulary");
-    let text = std::fs::read_to_string(folder.join(ids_file)).expect("the recorded ids");
-    let recorded: Value = serde_json::from_str(&text).expect("JSON");
+    let (Some(ids_path), Some(vocab_path)) = (shared(ids_file), shared(vocab_file)) else { return };
+    let text = std::fs::read_to_string(ids_path).expect("the recorded ids");
+    compare(ids_file, &text, &tokenizer(&vocab_path));
+}
+
+fn compare(ids_file: &str, text: &str, tokenizer: &Tokenizer) {
+    let recorded: Value = serde_json::from_str(text).expect("JSON");
     let mut wrong = Vec::new();
     let (mut n_compared, mut n_without_ids) = (0, 0);
     for case in recorded["cases"].as_array().expect("cases") {
@@ -89,12 +110,24 @@ fn smollm2() {
     check("golden/tokenizer-smollm2.json", "models/relu-smol/relu-smol-135m-q8_0.gguf");
 }
 
+#[test]
+fn tiny_stories() {
+    let text = include_str!("tiny-stories-ids.json");
+    compare("tiny-stories-ids.json", text, &demo_tokenizer());
+    let recorded: Value = serde_json::from_str(text).expect("JSON");
+    let cases = recorded["cases"].as_array().expect("cases");
+    // Otherwise nothing is tested of recognizing control tokens.
+    assert!(cases.iter().any(|case| case["ids"] != case["ids_special"]));
+    // All but those that are not UTF-8.
+    let n_recorded =
+        cases.iter().filter(|case| case["ids"].is_array() && case["ids_special"].is_array()).count();
+    assert_eq!(n_recorded, 74);
+}
+
 /// The vocabulary of the small model that comes with the project.
 #[test]
 fn tiny_stories_text_comes_back() {
-    let Some(folder) = shared() else { return };
-    let (source, _) = vocab_file::read(&folder.join("models/tiny-stories-relu/tiny-stories-relu-q8_0.gguf"));
-    let tokenizer = Tokenizer::new(&source, TokenizerOptions::default()).expect("a good vocabulary");
+    let tokenizer = demo_tokenizer();
     assert!(tokenizer.warnings().is_empty());
     let text = "Once upon a time, there was a little girl named Lily.\nShe didn't like \u{1f600}!  ";
     let ids = tokenizer.encode(text, Encode::default()).expect("a short text");
