@@ -5,12 +5,19 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 #![expect(clippy::print_stdout, reason = "figures, for whoever runs it with --nocapture")]
 
+mod support;
+
 use std::path::{Path, PathBuf};
 
-use powerinfer_core::{Device, LoadOptions, Model, Probe, SessionOptions};
+use powerinfer_core::{Device, GgufFile, LoadOptions, Model, Probe, SessionOptions};
 use powerinfer_sparse_ops::reference::Rounding;
 use powerinfer_sparse_ops::{LayerId, TokenId};
+use powerinfer_testing::tolerance::{NMSE_DIVERGED, nmse};
 use serde_json::Value;
+use support::TinyFile;
+
+/// Goldens in the repository.
+const N_OWN: usize = 8;
 
 /// One stored model with its logits.
 struct Golden {
@@ -100,7 +107,7 @@ impl Golden {
                 self.name,
                 limits.0,
                 limits.1,
-                self.first_diverging_layer(model)
+                self.diagnosis(model)
             );
         }
         if let Some((first, greedy)) = &self.greedy {
@@ -110,30 +117,44 @@ impl Golden {
         }
     }
 
-    /// Compares the residual stream after each layer with the reference backend's.
-    fn first_diverging_layer(&self, model: &Model) -> String {
-        let reference = self.load(Device::Reference(Rounding::Original));
-        let (want, got) = (self.trace(&reference), self.trace(model));
-        for (layer, (want, got)) in want.iter().zip(&got).enumerate() {
-            let error = powerinfer_testing::tolerance::nmse(got, want);
-            if error > 1e-4 {
-                return format!("the trace leaves the reference after layer {layer}: NMSE {error:.1e}");
-            }
+    /// Where the residual stream leaves the float reference's, in words.
+    fn diagnosis(&self, model: &Model) -> String {
+        let reference = self.load(Device::Reference(Rounding::None));
+        if model.backends() == reference.backends() {
+            return "the float reference itself, which no trace is compared with".to_owned();
         }
-        "the trace follows the reference through every layer: the head differs".to_owned()
+        match first_diverging_layer(&reference, model, &self.ids) {
+            Some((layer, error)) => {
+                format!("the trace leaves the float reference after layer {layer}: NMSE {error:.1e}")
+            }
+            None => "the trace follows the float reference through every layer: the head differs".to_owned(),
+        }
     }
+}
 
-    fn trace(&self, model: &Model) -> Vec<Vec<f32>> {
-        struct Record(Vec<Vec<f32>>);
-        impl Probe for Record {
-            fn after_layer(&mut self, _: LayerId, h: &[f32]) {
-                self.0.push(h.to_vec());
-            }
+/// The first layer after which two models' residual streams differ by more than rounding, and by how much.
+fn first_diverging_layer(want: &Model, got: &Model, ids: &[TokenId]) -> Option<(usize, f64)> {
+    let errors = layer_errors(want, got, ids);
+    errors.into_iter().enumerate().find(|(_, error)| *error > NMSE_DIVERGED)
+}
+
+fn layer_errors(want: &Model, got: &Model, ids: &[TokenId]) -> Vec<f64> {
+    let (want, got) = (trace(want, ids), trace(got, ids));
+    assert!(want.len() == got.len() && !want.is_empty(), "layers of both models");
+    got.iter().zip(&want).map(|(got, want)| nmse(got, want)).collect()
+}
+
+/// The residual stream after each layer.
+fn trace(model: &Model, ids: &[TokenId]) -> Vec<Vec<f32>> {
+    struct Record(Vec<Vec<f32>>);
+    impl Probe for Record {
+        fn after_layer(&mut self, _: LayerId, h: &[f32]) {
+            self.0.push(h.to_vec());
         }
-        let mut record = Record(Vec::new());
-        model.session(&SessionOptions::default()).unwrap().trace(&self.ids, &mut record).unwrap();
-        record.0
     }
+    let mut record = Record(Vec::new());
+    model.session(&SessionOptions::default()).unwrap().trace(ids, &mut record).unwrap();
+    record.0
 }
 
 fn arg_max(row: &[f32]) -> u32 {
@@ -156,16 +177,22 @@ fn data(folder: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(folder)
 }
 
-/// The repository's own goldens, and those of the folder that the environment names.
+/// The repository's own goldens, and the others of the folder that the environment names.
 fn original_goldens() -> Vec<Golden> {
-    let own = goldens(&data("golden"));
-    match std::env::var_os("POWERINFER_DATA") {
-        Some(folder) => goldens(&Path::new(&folder).join("golden")),
-        None => {
-            println!("POWERINFER_DATA names no folder: {} goldens of the repository only", own.len());
-            own
+    let mut all = goldens(&data("golden"));
+    assert_eq!(all.len(), N_OWN, "goldens of the repository");
+    let Some(folder) = std::env::var_os("POWERINFER_DATA") else {
+        println!("POWERINFER_DATA names no folder: {N_OWN} goldens of the repository only");
+        return all;
+    };
+    let folder = Path::new(&folder).join("golden");
+    for other in goldens(&folder) {
+        if all.iter().all(|golden| golden.name != other.name) {
+            all.push(other);
         }
     }
+    assert!(all.len() > N_OWN, "{folder:?} has no golden that the repository lacks");
+    all
 }
 
 #[test]
@@ -244,4 +271,80 @@ fn every_backend_computes_what_transformers_computes() {
             }
         }
     }
+}
+
+/// Backends that a trace is compared for, besides the float reference.
+fn traced_devices() -> Vec<Device> {
+    let mut devices = vec![Device::Reference(Rounding::Original)];
+    if cfg!(feature = "cpu") {
+        devices.push(Device::default());
+    }
+    devices
+}
+
+#[test]
+fn rounding_is_no_divergence_and_a_broken_layer_is_named() {
+    let transformers = goldens(&data("transformers"));
+    for golden in original_goldens().iter().chain(&transformers) {
+        let reference = golden.load(Device::Reference(Rounding::None));
+        let bytes = std::fs::read(&golden.model).unwrap();
+        for device in traced_devices() {
+            let options = LoadOptions { device, ..LoadOptions::default() };
+            let sound = Model::from_bytes(bytes.clone(), &options).unwrap();
+            let errors = layer_errors(&reference, &sound, &golden.ids);
+            let rounding = errors.iter().copied().fold(0.0, f64::max);
+            assert!(rounding <= NMSE_DIVERGED, "{}, {options:?}: NMSE by layer {errors:?}", golden.name);
+            let mut least = f64::INFINITY;
+            for layer in 0..errors.len() {
+                for part in ["attn_output", "ffn_up"] {
+                    // Zero in every type.
+                    let mut bytes = bytes.clone();
+                    let name = format!("blk.{layer}.{part}.weight");
+                    let file = GgufFile::from_bytes(bytes.clone()).unwrap();
+                    let tensor = file.tensor(&name).unwrap();
+                    bytes[tensor.offset()..][..tensor.n_bytes()].fill(0);
+                    let broken = Model::from_bytes(bytes, &options).unwrap();
+                    let found = first_diverging_layer(&reference, &broken, &golden.ids);
+                    let place = found.map(|(layer, _)| layer);
+                    assert_eq!(place, Some(layer), "{}: {name} is zero, {found:?}", golden.name);
+                    least = least.min(found.map_or(0.0, |(_, error)| error));
+                }
+            }
+            println!("{:24} rounding {rounding:.1e}, zero matrix {least:.1e}", golden.name);
+        }
+    }
+}
+
+#[test]
+fn a_broken_layer_is_named_in_the_middle_of_a_deep_model() {
+    let ids = [1, 40, 270, 99, 5].map(TokenId);
+    let reference = Device::Reference(Rounding::None);
+    let reference = LoadOptions { device: reference, ..LoadOptions::default() };
+    let want = TinyFile::dense().load_with(&reference).unwrap();
+    for device in traced_devices() {
+        let options = LoadOptions { device, ..LoadOptions::default() };
+        let sound = TinyFile::dense().load_with(&options).unwrap();
+        assert_eq!(first_diverging_layer(&want, &sound, &ids), None, "{options:?}");
+        for layer in [0, 1, 7, support::N_LAYER - 1] {
+            let name = format!("blk.{layer}.ffn_up.weight");
+            let mut file = TinyFile::dense();
+            // One neuron's rows negated would be enough for one token; a quarter of them is for every one.
+            let mut values = file.values(&name);
+            let quarter = values.len() / 4;
+            values[..quarter].iter_mut().for_each(|v| *v = -*v);
+            file.tensor(&name, &[support::N_EMBD, support::N_FF], values);
+            let broken = file.load_with(&options).unwrap();
+            let found = first_diverging_layer(&want, &broken, &ids);
+            assert_eq!(found.map(|(layer, _)| layer), Some(layer), "{name}: {found:?}");
+        }
+    }
+}
+
+#[test]
+fn a_failed_comparison_says_where_it_began() {
+    let golden = &goldens(&data("golden"))[0];
+    let reference = golden.load(Device::Reference(Rounding::None));
+    assert!(golden.diagnosis(&reference).contains("float reference itself"));
+    let rounded = golden.load(Device::Reference(Rounding::Original));
+    assert!(golden.diagnosis(&rounded).contains("the head differs"));
 }

@@ -4,8 +4,10 @@
 mod support;
 
 use powerinfer_core::{Device, LoadError, LoadOptions, Model, NoteLevel, SessionOptions};
-use powerinfer_gguf::{Magic, Value};
-use powerinfer_sparse_ops::{Activation, ActiveMode, ShapeError, TokenId};
+use powerinfer_gguf::{GgmlType, Magic, Value};
+#[cfg(feature = "cpu")]
+use powerinfer_sparse_ops::BackendError;
+use powerinfer_sparse_ops::{Activation, ActiveMode, ShapeError, TokenId, WeightType};
 use support::{N_EMBD, N_FF, N_LAYER, N_VOCAB, TinyFile};
 
 fn logits(model: &Model) -> Vec<f32> {
@@ -119,6 +121,43 @@ fn tensors_of_another_shape_are_refused() {
     // 299 rows for 300 tokens.
     let error = TinyFile::dense().tensor("token_embd.weight", &[n, 299], vec![0.0; n * 299]).error();
     assert!(matches!(error, LoadError::VocabularySize { n_tokens: 300, n_rows: 299 }), "{error}");
+}
+
+#[test]
+fn a_type_that_nothing_computes_with_is_refused_by_tensor() {
+    // Rows of the 256 values that a block of these types has.
+    for (name, ty) in [("blk.3.ffn_up.weight", GgmlType::IQ2_XXS), ("output.weight", GgmlType::IQ4_XS)] {
+        let bytes = vec![0; 2 * ty.block_bytes()];
+        let error = TinyFile::dense().raw_tensor(name, &[256, 2], ty, bytes).error();
+        match &error {
+            LoadError::UnsupportedType { tensor, ty: got, supported } => {
+                assert!(tensor == name && *got == ty, "{error}");
+                for known in WeightType::ALL {
+                    assert!(supported.split(", ").any(|s| s == known.name()), "{known}: {error}");
+                }
+            }
+            other => panic!("{name}: {other:?}"),
+        }
+        assert!(error.to_string().contains(name) && error.to_string().contains(ty.name()), "{error}");
+    }
+}
+
+#[cfg(feature = "cpu")]
+#[test]
+fn a_type_without_a_kernel_in_its_role_is_refused_by_tensor_and_list() {
+    let name = "blk.4.ffn_down_t.weight";
+    let error = TinyFile::sparse().zero_bytes(name, GgmlType::Q4_1).error();
+    match &error {
+        LoadError::Backend(BackendError::UnsupportedType { tensor, ty, role, supported, .. }) => {
+            assert!(tensor == name && *ty == WeightType::Q4_1 && role.contains("down"), "{error}");
+            assert!(supported.contains(&WeightType::Q8_0) && !supported.contains(ty), "{error}");
+        }
+        other => panic!("{other:?}"),
+    }
+    let text = error.to_string();
+    assert!(text.contains(name) && text.contains("Q4_1") && text.contains("Q8_0"), "{text}");
+    // In another role the type is fine.
+    assert!(TinyFile::sparse().zero_bytes("blk.4.ffn_up.weight", GgmlType::Q4_1).load().is_ok());
 }
 
 #[test]

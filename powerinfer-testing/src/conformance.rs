@@ -214,11 +214,25 @@ pub fn c4_a_ticket_is_finished_once(subject: &Subject<'_>) {
     assert!(again.is_err(), "C4: finishing twice was accepted");
 }
 
-/// C5: no step after the first allocates, alone or in a batch.
+/// C5: no step after the first allocates, alone or in a batch, whatever the types.
 pub fn c5_steps_do_not_allocate(subject: &Subject<'_>) {
     let Some(count) = subject.count_allocations else { return };
-    for down_by_neuron in [true, false] {
-        let model = TinyModel::new(TinyOptions { down_by_neuron, ..TinyOptions::default() });
+    let types = [
+        (WeightType::F32, WeightType::F32),
+        (WeightType::F16, WeightType::F16),
+        (WeightType::Q8_0, WeightType::Q8_0),
+        (WeightType::Q4_0, WeightType::Q4_0),
+        // Activations of the FFN and of attention are rounded in different ways.
+        (WeightType::Q8_0, WeightType::F16),
+        (WeightType::F32, WeightType::Q4_0),
+    ];
+    let layouts = [(true, Activation::Relu), (false, Activation::Relu), (false, Activation::Silu)];
+    for ((ffn_type, dense_type), (down_by_neuron, activation)) in
+        types.into_iter().flat_map(|types| layouts.map(|layout| (types, layout)))
+    {
+        let options =
+            TinyOptions { ffn_type, dense_type, down_by_neuron, activation, ..TinyOptions::default() };
+        let model = TinyModel::new(options);
         let mut backend = loaded(subject, &model);
         let mut drive = Drive::new(&model.spec, vec![backend.as_mut()], 8);
         for mode in MODES {
@@ -228,7 +242,7 @@ pub fn c5_steps_do_not_allocate(subject: &Subject<'_>) {
                 drive.step(9, &TOKENS[..8], mode);
                 drive.backends()[0].take_cost();
             });
-            assert_eq!(n, 0, "C5: heap allocations of a step, {mode:?}, down by neuron {down_by_neuron}");
+            assert_eq!(n, 0, "C5: heap allocations of a step, {mode:?}, {options:?}");
         }
     }
 }

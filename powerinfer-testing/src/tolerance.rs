@@ -9,6 +9,21 @@ pub const NMSE_F32: f64 = 1e-10;
 /// peak, about 0.5 % of the typical value, squared, with a factor of 8 for several layers.
 pub const NMSE_8_BIT: f64 = 2e-4;
 
+/// The same through a whole model with rows of two or three blocks: seven products in each of three layers, each
+/// with a rounding of its own that little averages out.
+pub const NMSE_8_BIT_TINY_MODEL: f64 = 8.0 * NMSE_8_BIT;
+
+/// The same through the embedded model: twice as deep as what [`NMSE_8_BIT`] was made for, on rows long enough to
+/// average.
+pub const NMSE_8_BIT_DEMO_MODEL: f64 = 2.0 * NMSE_8_BIT;
+
+/// Beyond this a residual stream has left the reference's, and not by rounding: above [`NMSE_8_BIT_TINY_MODEL`],
+/// the most that rounding to 8 bits may make of it (over all goldens it makes at most 1e-4), and far below a wrong
+/// matrix: one that is zero makes at least 2e-2 in them.
+pub const NMSE_DIVERGED: f64 = 2e-3;
+
+const _: () = assert!(NMSE_DIVERGED > NMSE_8_BIT_TINY_MODEL, "rounding is no divergence");
+
 /// The same where keys and values are kept in f16: 2^-11 relative, squared, with a factor of 10.
 pub const NMSE_F16_KV: f64 = 3e-6;
 

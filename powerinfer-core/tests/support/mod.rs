@@ -3,7 +3,8 @@
 
 use powerinfer_core::{LoadError, LoadOptions, Model};
 use powerinfer_gguf::{GgmlType, GgufWriter, Magic, Value};
-use powerinfer_testing::tiny::Random;
+use powerinfer_sparse_ops::WeightType;
+use powerinfer_testing::tiny::{Random, encoded};
 
 pub(crate) const N_LAYER: usize = 12;
 pub(crate) const N_EMBD: usize = 64;
@@ -16,7 +17,21 @@ const RANK: usize = 8;
 pub(crate) struct TinyFile {
     pub(crate) magic: Magic,
     keys: Vec<(String, Value)>,
-    tensors: Vec<(String, Vec<usize>, Vec<f32>)>,
+    tensors: Vec<TinyTensor>,
+}
+
+struct TinyTensor {
+    name: String,
+    dims: Vec<usize>,
+    ty: GgmlType,
+    bytes: Vec<u8>,
+}
+
+impl TinyTensor {
+    fn values(&self) -> Vec<f32> {
+        assert_eq!(self.ty, GgmlType::F32, "{}", self.name);
+        self.bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
+    }
 }
 
 impl TinyFile {
@@ -80,8 +95,8 @@ impl TinyFile {
         file.set("powerinfer.sparse_threshold", 0.25f32);
         let mut random = Random::new(5);
         for layer in 0..N_LAYER {
-            let (ix, down) = file.find(&format!("blk.{layer}.ffn_down.weight"));
-            file.tensors.remove(ix);
+            let down = file.values(&format!("blk.{layer}.ffn_down.weight"));
+            file.remove_tensor(&format!("blk.{layer}.ffn_down.weight"));
             let by_neuron =
                 (0..N_FF).flat_map(|j| (0..N_EMBD).map(move |e| (j, e))).map(|(j, e)| down[e * N_FF + j]);
             file.tensor(&format!("blk.{layer}.ffn_down_t.weight"), &[N_EMBD, N_FF], by_neuron.collect());
@@ -108,23 +123,55 @@ impl TinyFile {
     /// Sets a tensor, in the place of the one that was there.
     pub(crate) fn tensor(&mut self, name: &str, dims: &[usize], values: Vec<f32>) -> &mut Self {
         assert_eq!(values.len(), dims.iter().product::<usize>(), "{name}");
+        self.raw_tensor(name, dims, GgmlType::F32, values.iter().flat_map(|v| v.to_le_bytes()).collect())
+    }
+
+    /// Sets a tensor of any type by its bytes.
+    pub(crate) fn raw_tensor(
+        &mut self,
+        name: &str,
+        dims: &[usize],
+        ty: GgmlType,
+        bytes: Vec<u8>,
+    ) -> &mut Self {
         self.remove_tensor(name);
-        self.tensors.push((name.to_owned(), dims.to_vec(), values));
+        self.tensors.push(TinyTensor { name: name.to_owned(), dims: dims.to_vec(), ty, bytes });
+        self
+    }
+
+    /// Sets a tensor of any type to zeros in bytes, in the shape of the one that is there.
+    pub(crate) fn zero_bytes(&mut self, name: &str, ty: GgmlType) -> &mut Self {
+        let dims = self.find(name).dims.clone();
+        let n_rows: usize = dims[1..].iter().product();
+        let n_bytes = n_rows * ty.row_bytes(dims[0]).unwrap();
+        self.raw_tensor(name, &dims, ty, vec![0; n_bytes])
+    }
+
+    /// Encodes every F32 matrix whose name has one of these parts.
+    pub(crate) fn encode(&mut self, ty: WeightType, parts: &[&str]) -> &mut Self {
+        let wanted = |name: &str| parts.iter().any(|part| name.contains(&format!("{part}.")));
+        let mut n_encoded = 0;
+        for tensor in self.tensors.iter_mut().filter(|t| t.dims.len() == 2 && wanted(&t.name)) {
+            let (n_cols, n_rows) = (tensor.dims[0], tensor.dims[1]);
+            let matrix = encoded(&tensor.name, ty, n_rows, n_cols, &tensor.values());
+            (tensor.ty, tensor.bytes) = (ty.into(), matrix.bytes().to_vec());
+            n_encoded += 1;
+        }
+        assert!(n_encoded > 0, "{parts:?}");
         self
     }
 
     pub(crate) fn remove_tensor(&mut self, name: &str) -> &mut Self {
-        self.tensors.retain(|(n, ..)| n != name);
+        self.tensors.retain(|t| t.name != name);
         self
     }
 
-    fn find(&self, name: &str) -> (usize, Vec<f32>) {
-        let ix = self.tensors.iter().position(|(n, ..)| n == name).unwrap();
-        (ix, self.tensors[ix].2.clone())
+    fn find(&self, name: &str) -> &TinyTensor {
+        self.tensors.iter().find(|t| t.name == name).unwrap_or_else(|| panic!("no tensor `{name}`"))
     }
 
     pub(crate) fn values(&self, name: &str) -> Vec<f32> {
-        self.find(name).1
+        self.find(name).values()
     }
 
     pub(crate) fn bytes(&self) -> Vec<u8> {
@@ -132,9 +179,8 @@ impl TinyFile {
         for (key, value) in &self.keys {
             writer.key(key, value.clone()).unwrap();
         }
-        for (name, dims, values) in &self.tensors {
-            let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-            writer.tensor(name, dims, GgmlType::F32, bytes).unwrap();
+        for TinyTensor { name, dims, ty, bytes } in &self.tensors {
+            writer.tensor(name, dims, *ty, &bytes[..]).unwrap();
         }
         writer.into_bytes().unwrap()
     }
