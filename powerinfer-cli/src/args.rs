@@ -346,6 +346,9 @@ pub(crate) struct ConvertArgs {
     /// File to write
     #[arg(short, long, value_name = "FILE")]
     pub(crate) out: PathBuf,
+    /// Replace the output if it is there already
+    #[arg(long)]
+    pub(crate) force: bool,
     /// Type of every matrix; as they are unless given
     #[arg(long = "type", value_name = "TYPE", value_parser = weight_type)]
     pub(crate) matrix_type: Option<WeightType>,

@@ -49,6 +49,8 @@ pub(crate) struct ConvertRequest {
     pub(crate) down_from: Option<PathBuf>,
     /// In place of the threshold that the predictors come with.
     pub(crate) sparse_threshold: Option<f32>,
+    /// Whether an output that is there already is replaced.
+    pub(crate) replace: bool,
 }
 
 impl ConvertRequest {
@@ -68,6 +70,7 @@ impl ConvertRequest {
             predictor_type: None,
             down_from: None,
             sparse_threshold: None,
+            replace: false,
         }
     }
 }
@@ -186,6 +189,12 @@ pub(crate) enum ConvertError {
         path: PathBuf,
         /// What the system said.
         source: io::Error,
+    },
+    /// The output is there already.
+    #[error("the output `{}` exists already; --force replaces it", path.display())]
+    Exists {
+        /// The file.
+        path: PathBuf,
     },
     /// The output would replace an input.
     #[error("the output `{}` is also an input", path.display())]
@@ -378,10 +387,14 @@ fn check_paths(request: &ConvertRequest) -> Result<(), ConvertError> {
         // What is not there yet is no input.
         _ => false,
     };
-    match inputs.into_iter().flatten().chain([&weights]).find(same) {
-        Some(_) => Err(ConvertError::SameFile { path: request.output.clone() }),
-        None => Ok(()),
+    if inputs.into_iter().flatten().chain([&weights]).any(|input| same(&input)) {
+        return Err(ConvertError::SameFile { path: request.output.clone() });
     }
+    // A link that leads nowhere would be replaced too.
+    if !request.replace && fs::symlink_metadata(&request.output).is_ok() {
+        return Err(ConvertError::Exists { path: request.output.clone() });
+    }
+    Ok(())
 }
 
 /// The family of a dense ReLU model.

@@ -41,6 +41,12 @@ fn the_output_runs_with_predictors_and_its_cost_is_printed() {
     let report = powerinfer(&["inspect", &out, "--json"]).json();
     assert_eq!(report["magic"], "PWRI");
     assert_eq!(report["verdict"]["default_mode"], "predictor");
+    let before = std::fs::read(&out).unwrap();
+    convert(&folder, &model, &["--type", "f32"]).refuses(1, &["sparse.gguf", "exists already", "--force"]);
+    assert_eq!(std::fs::read(&out).unwrap(), before);
+    assert_eq!(convert(&folder, &model, &["--type", "f32", "--force"]).code, 0);
+    assert_ne!(std::fs::read(&out).unwrap(), before);
+    assert_eq!(folder.names(), ["predictor", "sparse.gguf"]);
     assert_eq!(powerinfer(&["generate", "-m", &out, "-p", "a", "-n", "3", "-q"]).code, 0);
 }
 

@@ -76,6 +76,10 @@ fn a_broken_file_gives_the_typed_error_and_nothing_else() {
     let ty = folder.write("type.gguf", patched("opt-q4_0.gguf", b"position_embd.weight", &f16, &no_type));
     powerinfer(&["inspect", &folder.arg("missing")]).refuses(1, &["cannot load", "missing", "No such file"]);
     powerinfer(&["inspect", &folder.write("empty", "")]).refuses(1, &["cannot load"]);
+    let directory = folder.path("").to_str().unwrap().to_owned();
+    powerinfer(&["inspect", &directory]).refuses(1, &["cannot load", &directory, "it is a directory"]);
+    #[cfg(unix)]
+    powerinfer(&["inspect", "/dev/null"]).refuses(1, &["cannot load", "it is not a regular file"]);
     powerinfer(&["inspect", &cut]).refuses(1, &["cannot load", "blk.1.fc2.weight"]);
     powerinfer(&["inspect", &ty, "--json"]).refuses(1, &["cannot load", "position_embd.weight", "99"]);
 }

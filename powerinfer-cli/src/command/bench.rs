@@ -50,7 +50,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     }
     let stream = if args.no_stream { None } else { bandwidth::measure(threads) };
     if stream.is_none() && !args.no_stream {
-        say("warning: not enough memory to measure its bandwidth");
+        say("warning: not enough memory or threads to measure the memory's bandwidth");
     }
     let mut outcomes = Vec::new();
     for mode in modes {
@@ -119,10 +119,15 @@ fn outcome(
         active_share: stats.active_share(),
         fired_share: stats.fired_share(),
         stream_bytes_s: stream,
-        stream_share: stream.map(|stream| bytes_per_token * decode_tok_s.median / stream),
+        stream_share: stream.map(|stream| stream_share(bytes_per_token, decode_tok_s.median, stream)),
         prefill_tok_s,
         decode_tok_s,
     }
+}
+
+/// The part of the memory's speed that decoding reaches.
+fn stream_share(bytes_per_token: f64, tok_s: f64, stream_bytes_s: f64) -> f64 {
+    bytes_per_token * tok_s / stream_bytes_s
 }
 
 fn figure(all: Vec<f64>) -> Figure {
@@ -196,6 +201,14 @@ mod tests {
         assert_eq!(odd.all, [3.0, 1.0, 2.0]);
         assert_eq!(figure(vec![4.0, 1.0, 2.0, 3.0]).median, 2.5);
         assert_eq!(figure(vec![7.0]).median, 7.0);
+    }
+
+    #[test]
+    fn the_share_is_what_decoding_reads_of_what_memory_gives() {
+        // 1 GB for each of 5 tokens a second, of 20 GB a second.
+        assert_eq!(stream_share(1e9, 5.0, 20e9), 0.25);
+        // Caches may be faster than memory.
+        assert_eq!(stream_share(1e9, 50.0, 25e9), 2.0);
     }
 
     #[test]

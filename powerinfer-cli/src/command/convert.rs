@@ -14,6 +14,7 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<(), CliError> {
         predictor_type: args.predictor_type,
         down_from: args.down_from.clone(),
         sparse_threshold: args.sparse_threshold,
+        replace: args.force,
         ..ConvertRequest::new(&args.model, &args.predictor, &args.out)
     };
     let bar = progress_bar(0, "{bar:40} {bytes}/{total_bytes}, {eta} left  {msg}");

@@ -63,7 +63,10 @@ impl Setup {
     }
 
     fn request(&self) -> ConvertRequest {
-        ConvertRequest::new(self.path("dense.gguf"), self.path("predictor"), self.path("sparse.gguf"))
+        let new =
+            ConvertRequest::new(self.path("dense.gguf"), self.path("predictor"), self.path("sparse.gguf"));
+        // Some tests convert again and again.
+        ConvertRequest { replace: true, ..new }
     }
 
     fn down_values(layer: u32) -> Vec<f32> {
@@ -426,4 +429,20 @@ fn an_output_that_is_an_input_is_refused() {
         assert!(matches!(error, ConvertError::SameFile { .. }), "{error}");
         assert_eq!(fs::read(setup.path(input)).unwrap(), before);
     }
+}
+
+#[test]
+fn an_output_that_exists_is_kept_unless_it_may_be_replaced() {
+    let setup = Setup::new(WeightType::F32);
+    setup.write();
+    let request = ConvertRequest { replace: false, ..setup.request() };
+    fs::write(&request.output, "precious").unwrap();
+    let error = convert(&request, &mut |_, _, _| {}).unwrap_err();
+    assert!(matches!(&error, ConvertError::Exists { path } if *path == request.output), "{error}");
+    assert!(error.to_string().contains("--force"), "{error}");
+    assert_eq!(fs::read(&request.output).unwrap(), b"precious");
+    convert(&setup.request(), &mut |_, _, _| {}).unwrap();
+    assert_eq!(GgufModel::open(&request.output).unwrap().magic(), Magic::Pwri);
+    fs::remove_file(&request.output).unwrap();
+    convert(&request, &mut |_, _, _| {}).unwrap();
 }
