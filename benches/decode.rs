@@ -5,8 +5,8 @@
 #![allow(missing_docs, reason = "criterion's macros make undocumented functions")]
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use powerinfer::sampling::SamplingParams;
-use powerinfer::{GenerateOptions, LoadOptions, Model, Session, SessionOptions};
+use powerinfer_core::sampling::SamplingParams;
+use powerinfer_core::{GenerateOptions, LoadOptions, Model, Session, SessionOptions};
 use powerinfer_sparse_ops::{ActiveMode, TokenId};
 
 const MODES: [ActiveMode; 3] = [ActiveMode::Dense, ActiveMode::Exact, ActiveMode::Predictor];

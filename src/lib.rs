@@ -1,5 +1,5 @@
 //! LLM inference for models whose FFN neurons fire sparsely: the facade over [`powerinfer_core`], which it
-//! re-exports whole. The programs in `examples/` and the benches in `benches/` belong to it.
+//! re-exports whole. The programs in `examples/` belong to it.
 #![forbid(unsafe_code)]
 
 #[doc(inline)]
