@@ -2,7 +2,7 @@
 
 use powerinfer_gguf::{GgufModel, Magic};
 use powerinfer_sparse_ops::{
-    Activation, BlockKind, Gating, ModelSpec, Norm, NormKind, PredictorInput, Rope, RopeKind, RopeScaling,
+    Activation, BlockKind, Gating, ModelSpec, Norm, NormKind, Rope, RopeKind, RopeScaling,
 };
 
 use crate::load::{LoadError, LoadOptions, Notes};
@@ -21,7 +21,6 @@ pub(crate) struct Family {
     block: BlockKind,
     rope: Option<RopeKind>,
     gating: Gating,
-    predictor_input: PredictorInput,
     /// Activation of a dense file that does not name one.
     dense_activation: Activation,
     /// Queries, keys and values in one tensor.
@@ -40,7 +39,6 @@ const LLAMA: Family = Family {
     block: BlockKind::Sequential,
     rope: Some(RopeKind::Interleaved),
     gating: Gating::Gate,
-    predictor_input: PredictorInput::ResidualAfterAttention,
     dense_activation: Activation::Silu,
     fused_qkv: false,
     biases: false,
@@ -57,7 +55,6 @@ const FAMILIES: [Family; 4] = [
         block: BlockKind::Parallel,
         rope: Some(RopeKind::Halves),
         gating: Gating::None,
-        predictor_input: PredictorInput::BlockInput,
         dense_activation: Activation::Gelu,
         fused_qkv: true,
         ..LLAMA
@@ -206,7 +203,6 @@ pub(crate) fn read_spec(
         rope: family.rope.map(|kind| rope(&keys, kind, head_dim, n_ctx_train)).transpose()?,
         activation: activation(&keys, family, options, notes)?,
         gating: family.gating,
-        predictor_input: family.predictor_input,
         sparse_file: file.magic() == Magic::Pwri,
     })
 }

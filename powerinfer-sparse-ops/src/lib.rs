@@ -25,9 +25,7 @@ pub use backend::{
 };
 pub use block::ActivationType;
 pub use ids::{LayerId, NeuronId, RowId, SeqId, TokenId};
-pub use model::{
-    Activation, BlockKind, Gating, ModelSpec, Norm, NormKind, PredictorInput, Rope, RopeKind, RopeScaling,
-};
+pub use model::{Activation, BlockKind, Gating, ModelSpec, Norm, NormKind, Rope, RopeKind, RopeScaling};
 pub use sets::{ActiveBatch, NeuronSet};
 pub use weight_type::WeightType;
 pub use weights::{

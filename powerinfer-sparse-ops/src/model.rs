@@ -78,22 +78,14 @@ pub struct Norm {
     pub eps: f32,
 }
 
-/// Order of attention and FFN in a layer.
+/// Order of attention and FFN in a layer, and with it what the predictor of a sparse file reads: always the
+/// residual stream, unnormed, as it is when the FFN's turn comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockKind {
-    /// `h += attn(norm(h)); h += ffn(norm(h))`.
+    /// `h += attn(norm(h)); h += ffn(norm(h))`. The predictor reads what attention left (llama, bamboo, opt).
     Sequential,
-    /// `h += attn(norm(h)) + ffn(norm(h))` (falcon).
+    /// `h += attn(norm(h)) + ffn(norm(h))`. The predictor reads the block's input (falcon).
     Parallel,
-}
-
-/// What the predictor of a sparse file reads.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PredictorInput {
-    /// The residual stream after attention, before the FFN's norm (llama, bamboo, opt).
-    ResidualAfterAttention,
-    /// The block's input, before any norm (falcon).
-    BlockInput,
 }
 
 /// Which elements of a head are rotated together.
@@ -244,8 +236,6 @@ pub struct ModelSpec {
     pub activation: Activation,
     /// How gate and up combine.
     pub gating: Gating,
-    /// What predictors read.
-    pub predictor_input: PredictorInput,
     /// Whether the sparse semantics of PowerInfer files apply (magic `PWRI`).
     pub sparse_file: bool,
 }

@@ -5,8 +5,7 @@ use std::sync::Arc;
 use powerinfer_sparse_ops::{
     Activation, BlockKind, DensePart, DownWeights, EmbeddingWeights, FfnWeights, Gating, HeadWeights,
     HybridBackend, LayerId, LayerWeights, Linear, ModelSpec, NeuronSet, Norm, NormKind, NormWeights,
-    PredictorInput, PredictorWeights, Rope, RopeKind, RopeScaling, WeightBytes, WeightMatrix, WeightType,
-    block,
+    PredictorWeights, Rope, RopeKind, RopeScaling, WeightBytes, WeightMatrix, WeightType, block,
 };
 
 /// Seeded random numbers that are the same on every machine (SplitMix64).
@@ -192,11 +191,6 @@ fn spec(options: TinyOptions) -> ModelSpec {
             Family::Llama => Gating::Gate,
             Family::Bamboo => Gating::GateAndUp,
             Family::Falcon(_) | Family::Opt => Gating::None,
-        },
-        predictor_input: if falcon {
-            PredictorInput::BlockInput
-        } else {
-            PredictorInput::ResidualAfterAttention
         },
         sparse_file: options.down_by_neuron,
     }

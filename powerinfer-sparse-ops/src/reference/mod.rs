@@ -19,8 +19,7 @@ pub use rounding::Rounding;
 use crate::{
     ActiveMode, BackendError, BackendInfo, BlockKind, DensePart, DownWeights, EmbeddingWeights, FfnInput,
     FfnWeights, Gating, HeadWeights, HybridBackend, LayerId, LayerWeights, Linear, ModelSpec, NeuronId,
-    NeuronSet, NormKind, NormWeights, PredictorInput, PredictorWeights, SeqId, Step, StepCost, Ticket,
-    WeightMatrix,
+    NeuronSet, NormKind, NormWeights, PredictorWeights, SeqId, Step, StepCost, Ticket, WeightMatrix,
 };
 use attention::KvCache;
 
@@ -322,8 +321,7 @@ impl HybridBackend for ReferenceBackend {
             out.active.fill();
             return;
         };
-        // Falcon calls this before attention, so in both cases the residual is what it should be.
-        let (PredictorInput::ResidualAfterAttention | PredictorInput::BlockInput) = self.spec.predictor_input;
+        // A parallel block comes here before attention, so the residual is what its predictor reads.
         for row in 0..self.n_rows {
             let mut inner = self.matrix(&predictor.fc1, self.row(row));
             inner.iter_mut().for_each(|v| *v = v.max(0.0));
