@@ -19,6 +19,32 @@ impl Avx2 {
     }
 }
 
+/// Proof that the CPU has AVX-512 with byte and word operations, 128-bit and 256-bit forms, and VNNI, besides all
+/// of [`Avx2`].
+///
+/// Invariant LEVEL-DETECTED: as for [`Avx2`], only [`Avx512::detect`] makes a value.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Avx512(Avx2);
+
+#[cfg(target_arch = "x86_64")]
+impl Avx512 {
+    /// Asks the CPU.
+    pub fn detect() -> Option<Self> {
+        let has = std::arch::is_x86_feature_detected!("avx512f")
+            && std::arch::is_x86_feature_detected!("avx512bw")
+            && std::arch::is_x86_feature_detected!("avx512dq")
+            && std::arch::is_x86_feature_detected!("avx512vl")
+            && std::arch::is_x86_feature_detected!("avx512vnni");
+        Avx2::detect().filter(|_| has).map(Self)
+    }
+
+    /// The smaller level, for what has no kernel of its own here.
+    pub fn avx2(self) -> Avx2 {
+        self.0
+    }
+}
+
 /// An instruction set that the kernels are written for and this CPU has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -28,6 +54,9 @@ pub enum CpuLevel {
     /// AVX2 with FMA and F16C.
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
+    /// AVX-512 with BW, DQ, VL and VNNI (Ice Lake, Zen 4 and later).
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512),
 }
 
 impl CpuLevel {
@@ -42,6 +71,8 @@ impl CpuLevel {
             Some(Self::Scalar),
             #[cfg(target_arch = "x86_64")]
             Avx2::detect().map(Self::Avx2),
+            #[cfg(target_arch = "x86_64")]
+            Avx512::detect().map(Self::Avx512),
         ]
         .into_iter()
         .flatten()
@@ -54,6 +85,8 @@ impl CpuLevel {
             Self::Scalar => "scalar",
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(_) => "avx512",
         }
     }
 }

@@ -14,6 +14,8 @@ use crate::level::CpuLevel;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod scalar;
 
 /// Vectors that a row is multiplied with at once. Four sums with two parts each, the weights and the scale fill
@@ -58,6 +60,8 @@ pub(crate) fn dot<const T: usize>(
         CpuLevel::Scalar => scalar::dot::dot(ty, row, x, rows),
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2(level) => avx2::dot::dot(level, ty, row, x, rows),
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx512(level) => avx2::dot::dot(level.avx2(), ty, row, x, rows),
     }
 }
 
@@ -74,6 +78,8 @@ pub(crate) fn dot_f32(level: CpuLevel, ty: WeightType, row: &[u8], x: &[f32]) ->
         CpuLevel::Scalar => scalar::dot::dot_floats(floats, [x]),
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2(level) => avx2::dot::dot_floats(level, floats, [x]),
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx512(level) => avx2::dot::dot_floats(level.avx2(), floats, [x]),
     };
     sum
 }
@@ -97,6 +103,8 @@ pub(crate) fn axpy<const N: usize>(
         CpuLevel::Scalar => scalar::axpy::axpy(ty, a, rows, acc),
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2(level) => avx2::axpy::axpy(level, ty, a, rows, acc),
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx512(level) => avx2::axpy::axpy(level.avx2(), ty, a, rows, acc),
     }
 }
 
@@ -116,6 +124,8 @@ pub(crate) fn axpy_scaled(
         CpuLevel::Scalar => scalar::axpy::axpy_scaled(terms, scales, values, acc),
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2(level) => avx2::axpy::axpy_scaled(level, terms, scales, values, acc),
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx512(level) => avx2::axpy::axpy_scaled(level.avx2(), terms, scales, values, acc),
     }
 }
 
