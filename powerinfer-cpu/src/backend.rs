@@ -1,6 +1,8 @@
 //! [`CpuBackend`]: the operators of the trait, on the pool.
 
+use std::io;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use powerinfer_sparse_ops::{
@@ -15,7 +17,7 @@ use crate::input::{Forms, Input, InputBuffers};
 use crate::kernel::{AXPY_TYPES, TILE, dot_rows};
 use crate::level::CpuLevel;
 use crate::matmul::{Cpu, matmul};
-use crate::memory::{Memory, anonymous};
+use crate::memory::{Memory, anonymous, open_cache, write_cache};
 use crate::ops::{add, add_batch, norm, rope_table, rotate};
 use crate::pool::{Pool, default_threads};
 use crate::rows::{Planned, Planner, Rows};
@@ -46,6 +48,10 @@ pub enum WeightHome {
     HugePages,
     /// Memory of this process, in pages of the usual size.
     SmallPages,
+    /// A file that holds the weights as they are laid out. If it is there and was made from these weights it is
+    /// mapped, and shared with other processes that do the same; otherwise weights go to huge pages and the file is
+    /// written for the next time. Nobody may change or shorten it while it is used.
+    CacheFile(PathBuf),
 }
 
 /// Computes on the CPU, on weights that [`HybridBackend::load_done`] brought into memory of its own ([`WeightHome`]). A
@@ -64,6 +70,8 @@ pub struct CpuBackend {
     cpu: Cpu,
     kv_type: KvType,
     home: WeightHome,
+    /// Where weights are, for people.
+    home_used: Option<String>,
     embedding: Option<EmbeddingWeights>,
     layers: Vec<Layer>,
     head: Option<Head>,
@@ -179,6 +187,7 @@ impl CpuBackend {
             cpu: Cpu { pool, level: options.level.unwrap_or_else(CpuLevel::detect) },
             kv_type: options.kv_type,
             home: options.home,
+            home_used: None,
             embedding: None,
             layers: (0..spec.n_layer).map(|_| Layer::default()).collect(),
             head: None,
@@ -236,16 +245,34 @@ impl CpuBackend {
         }
     }
 
-    /// Makes memory for the planned weights and writes them there.
-    fn bring_in(&mut self, planner: &Planner, progress: &mut dyn FnMut(u64, u64)) -> std::io::Result<Memory> {
+    /// Makes memory for the planned weights and writes them there, or maps the file that they were written to.
+    fn bring_in(&mut self, planner: &Planner, progress: &mut dyn FnMut(u64, u64)) -> io::Result<Memory> {
         let n_bytes = planner.n_bytes();
-        if memory_available().is_some_and(|available| available < n_bytes as u64) {
-            return Err(std::io::ErrorKind::OutOfMemory.into());
+        let cache = match &self.home {
+            WeightHome::CacheFile(path) => Some((path, planner.fingerprint())),
+            WeightHome::HugePages | WeightHome::SmallPages => None,
+        };
+        if let Some((path, fingerprint)) = &cache
+            && let Some(memory) = open_cache(path, fingerprint, n_bytes)
+        {
+            self.home_used = Some(format!("the cache file {}", path.display()));
+            return Ok(memory);
         }
-        let mut memory = anonymous(n_bytes, self.home == WeightHome::HugePages)?;
-        planner.fill(&mut self.cpu.pool, &mut memory[..n_bytes], &mut |done| {
-            progress(done as u64, n_bytes as u64)
-        });
+        if memory_available().is_some_and(|available| available < n_bytes as u64) {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
+        let huge = self.home != WeightHome::SmallPages;
+        let mut memory = anonymous(n_bytes, huge)?;
+        let weights = &mut memory[..n_bytes];
+        planner.fill(&mut self.cpu.pool, weights, &mut |done| progress(done as u64, n_bytes as u64));
+        let mut home_used = if huge { "huge pages" } else { "small pages" }.to_owned();
+        if let Some((path, fingerprint)) = &cache {
+            home_used += &match write_cache(path, fingerprint, weights) {
+                Ok(()) => format!(", written to {} for the next start", path.display()),
+                Err(error) => format!("; {} could not be written: {error}", path.display()),
+            };
+        }
+        self.home_used = Some(home_used);
         Ok(Memory::Anonymous(memory.make_read_only()?))
     }
 
@@ -280,12 +307,8 @@ impl HybridBackend for CpuBackend {
         let mut description =
             format!("{}, {} threads, {kv} cache", self.cpu.level.name(), self.cpu.pool.n_threads());
         let mib = self.weight_bytes as f64 / (1 << 20) as f64;
-        let pages = match self.home {
-            WeightHome::HugePages => "huge pages",
-            WeightHome::SmallPages => "small pages",
-        };
-        if self.weight_bytes > 0 {
-            description += &format!("; {mib:.1} MiB of weights in {pages}");
+        if let Some(home) = &self.home_used {
+            description += &format!("; {mib:.1} MiB of weights in {home}");
         }
         if self.has_relaid {
             description += ", Q8_0 down projections laid out by neuron without loss";

@@ -8,9 +8,10 @@
 use std::sync::Arc;
 
 use powerinfer_sparse_ops::{WeightMatrix, WeightType};
+use sha2::{Digest as _, Sha256};
 
 use crate::kernel::{Floats, Row};
-use crate::memory::Memory;
+use crate::memory::{Fingerprint, Memory};
 use crate::planar::{Planar, PlanarRow};
 use crate::pool::Pool;
 use crate::relaid::{self, RelaidDown};
@@ -190,6 +191,29 @@ impl Planner {
         self.n_bytes
     }
 
+    /// What the plan and the weights are: names, types, shapes and places, and 64 samples of the bytes of each matrix.
+    /// Weights that were trained further differ nearly everywhere.
+    pub(crate) fn fingerprint(&self) -> Fingerprint {
+        let mut hash = Sha256::new();
+        let mut matrix = |m: &WeightMatrix, at: usize, stride: usize| {
+            hash.update(m.name().as_bytes());
+            hash.update(m.ty().name().as_bytes());
+            for number in [m.n_rows(), m.n_cols(), at, stride] {
+                hash.update((number as u64).to_le_bytes());
+            }
+            let (bytes, n) = (m.bytes(), m.n_bytes());
+            for sample in 0..64 {
+                let at = n.saturating_sub(64) * sample / 63;
+                hash.update(&bytes[at..n.min(at + 64)]);
+            }
+        };
+        for bundle in &self.bundles {
+            bundle.parts.iter().for_each(|part| matrix(&part.source, bundle.at + part.at, bundle.stride));
+        }
+        self.turned.iter().for_each(|turned| matrix(&turned.source, turned.at, 0));
+        hash.finalize().into()
+    }
+
     /// Copies everything into `memory`, which has [`Planner::n_bytes`], a bundle after the other, and calls
     /// `progress(bytes done)` after each.
     pub(crate) fn fill(&self, pool: &mut Pool, memory: &mut [u8], progress: &mut dyn FnMut(usize)) {
@@ -328,6 +352,25 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_fingerprint_follows_weights_names_and_places() {
+        let mut rng = Random::new(3);
+        let (a, b) = (random(&mut rng, WeightType::F16, 8, 32), random(&mut rng, WeightType::F16, 8, 32));
+        let of = |matrices: &[&WeightMatrix]| {
+            let mut planner = Planner::default();
+            for matrix in matrices {
+                planner.matrix(matrix);
+            }
+            planner.fingerprint()
+        };
+        assert_eq!(of(&[&a, &b]), of(&[&a, &b]));
+        assert_ne!(of(&[&a, &b]), of(&[&b, &a]));
+        assert_ne!(of(&[&a]), of(&[&a.rows(0..7)]));
+        let mut planner = Planner::default();
+        planner.neurons(&[&a], Some(&b));
+        assert_ne!(of(&[&a, &b]), planner.fingerprint());
     }
 
     #[test]
