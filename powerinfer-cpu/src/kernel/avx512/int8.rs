@@ -193,59 +193,53 @@ fn dot_inner<const T: usize>(kind: Planar, row: PlanarRow<'_>, x: [PlanarX<'_>; 
     by_kind!(kind, dot_kind(row, x))
 }
 
-/// 16 blocks of a vector.
-#[derive(Clone, Copy)]
-struct X16<'a> {
-    q: &'a [i8; 512],
-    d: &'a [f32; 16],
-    sums: &'a [i32; 16],
+/// `T` vectors in steps of 16 blocks.
+struct Steps<'a, const T: usize> {
+    q: [&'a [[i8; 512]]; T],
+    d: [&'a [[f32; 16]]; T],
+    sums: [&'a [[i32; 16]]; T],
+}
+
+impl<'a, const T: usize> Steps<'a, T> {
+    /// The first `n` of each. Loops here and below, since closures with target features are not inlined into `map`.
+    #[inline(always)]
+    fn new(x: [PlanarX<'a>; T], n: usize) -> Self {
+        let mut steps = Self { q: [&[]; T], d: [&[]; T], sums: [&[]; T] };
+        for t in 0..T {
+            steps.q[t] = &x[t].q.as_chunks().0[..n];
+            steps.d[t] = &x[t].d.as_chunks().0[..n];
+            steps.sums[t] = &x[t].sums.as_chunks().0[..n];
+        }
+        steps
+    }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn dot_kind<const T: usize, const KIND: u8>(row: PlanarRow<'_>, x: [PlanarX<'_>; T]) -> [f32; T] {
-    let n_blocks = row.scales.len();
-    let n16 = n_blocks.div_ceil(16);
-    let q = x.map(|x| &x.q.as_chunks::<512>().0[..n16]);
-    let d = x.map(|x| &x.d.as_chunks::<16>().0[..n16]);
-    let sums = x.map(|x| &x.sums.as_chunks::<16>().0[..n16]);
+    let n_steps = row.scales.len().div_ceil(16);
+    let x = Steps::new(x, n_steps);
     let (scales, scales_rest) = row.scales.as_chunks::<16>();
     let (mins, mins_rest) = row.mins.as_chunks::<16>();
     let whole = scales.len();
+    let lines_per_step = if KIND == Q8_0 { 8 } else { 4 };
+    let (lines, _) = row.quants.as_chunks::<64>();
     let mut acc = [_mm512_setzero_ps(); T];
-    let rest = if KIND == Q8_0 {
-        let quants = &row.quants.as_chunks::<512>().0[..whole];
-        for i in 0..whole {
-            let lines = quants[i].as_chunks::<64>().0;
-            let x = std::array::from_fn(|t| X16 { q: &q[t][i], d: &d[t][i], sums: &sums[t][i] });
-            prefetch_behind(&lines[0]);
-            prefetch_behind(&lines[1]);
-            prefetch_behind(&lines[2]);
-            prefetch_behind(&lines[3]);
-            prefetch_behind(&lines[4]);
-            prefetch_behind(&lines[5]);
-            prefetch_behind(&lines[6]);
-            prefetch_behind(&lines[7]);
-            let group = |g: usize| [load(&lines[2 * g]), load(&lines[2 * g + 1])];
-            step::<T, KIND>(group, load_f16(&scales[i]), _mm512_setzero_ps(), x, &mut acc);
+    for (i, lines) in lines.chunks_exact(lines_per_step).take(whole).enumerate() {
+        for line in lines {
+            prefetch_behind(line);
         }
-        &row.quants[whole * 512..]
-    } else {
-        let quants = &row.quants.as_chunks::<256>().0[..whole];
-        for i in 0..whole {
-            let lines = quants[i].as_chunks::<64>().0;
-            let x = std::array::from_fn(|t| X16 { q: &q[t][i], d: &d[t][i], sums: &sums[t][i] });
-            prefetch_behind(&lines[0]);
-            prefetch_behind(&lines[1]);
-            prefetch_behind(&lines[2]);
-            prefetch_behind(&lines[3]);
-            let group = |g: usize| nibbles(load(&lines[g]));
-            let m = if KIND == Q4_1 { load_f16(&mins[i]) } else { _mm512_setzero_ps() };
-            step::<T, KIND>(group, load_f16(&scales[i]), m, x, &mut acc);
-        }
-        &row.quants[whole * 256..]
-    };
-    if whole < n16 {
-        let x = std::array::from_fn(|t| X16 { q: &q[t][whole], d: &d[t][whole], sums: &sums[t][whole] });
+        let group = |g: usize| {
+            if KIND == Q8_0 {
+                [load(&lines[2 * g]), load(&lines[2 * g + 1])]
+            } else {
+                nibbles(load(&lines[g]))
+            }
+        };
+        let m = if KIND == Q4_1 { load_f16(&mins[i]) } else { _mm512_setzero_ps() };
+        step::<T, KIND>(group, load_f16(&scales[i]), m, &x, i, &mut acc);
+    }
+    if !scales_rest.is_empty() {
+        let rest = &row.quants[whole * lines_per_step * 64..];
         let group = |g: usize| {
             let n = scales_rest.len().saturating_sub(4 * g).min(4) * 16;
             if KIND == Q8_0 {
@@ -257,7 +251,7 @@ fn dot_kind<const T: usize, const KIND: u8>(row: PlanarRow<'_>, x: [PlanarX<'_>;
             }
         };
         let m = if KIND == Q4_1 { load_f16_part(mins_rest) } else { _mm512_setzero_ps() };
-        step::<T, KIND>(group, load_f16_part(scales_rest), m, x, &mut acc);
+        step::<T, KIND>(group, load_f16_part(scales_rest), m, &x, whole, &mut acc);
     }
     let mut out = [0.0; T];
     for t in 0..T {
@@ -266,14 +260,15 @@ fn dot_kind<const T: usize, const KIND: u8>(row: PlanarRow<'_>, x: [PlanarX<'_>;
     out
 }
 
-/// Adds 16 blocks. `group` gives the integers of four: their first halves, their second halves.
+/// Adds the 16 blocks of step `at`. `group` gives the integers of four: their first halves, their second halves.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
 fn step<const T: usize, const KIND: u8>(
     group: impl Fn(usize) -> [__m512i; 2],
     d: __m512,
     m: __m512,
-    x: [X16<'_>; T],
+    x: &Steps<'_, T>,
+    at: usize,
     acc: &mut [__m512; T],
 ) {
     // Lanes 4i to 4i + 3 of `sums[t][g]` belong to block 4g + i.
@@ -281,7 +276,7 @@ fn step<const T: usize, const KIND: u8>(
     for g in 0..4 {
         let [low, high] = group(g);
         for t in 0..T {
-            let q = x[t].q.as_chunks::<64>().0;
+            let q = x.q[t][at].as_chunks::<64>().0;
             let first = _mm512_dpbusd_epi32(_mm512_setzero_si512(), low, load(&q[2 * g]));
             sums[t][g] = _mm512_dpbusd_epi32(first, high, load(&q[2 * g + 1]));
         }
@@ -294,13 +289,13 @@ fn step<const T: usize, const KIND: u8>(
         // Lane 4i + g holds block 4g + i.
         let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
         let all = _mm512_permutexvar_epi32(order, all);
-        let x_sums: __m512i = bytemuck::cast(*x[t].sums);
+        let x_sums: __m512i = bytemuck::cast(x.sums[t][at]);
         let all = match KIND {
             Q8_0 => _mm512_sub_epi32(all, _mm512_slli_epi32::<7>(x_sums)),
             Q4_0 => _mm512_sub_epi32(all, _mm512_slli_epi32::<3>(x_sums)),
             _ => all,
         };
-        let x_d: __m512 = bytemuck::cast(*x[t].d);
+        let x_d: __m512 = bytemuck::cast(x.d[t][at]);
         acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), _mm512_mul_ps(d, x_d), acc[t]);
         if KIND == Q4_1 {
             let x_sum = _mm512_mul_ps(x_d, _mm512_cvtepi32_ps(x_sums));
@@ -311,60 +306,151 @@ fn step<const T: usize, const KIND: u8>(
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn pack_panel_inner(kind: Planar, rows: &[PlanarRow<'_>], panel: &mut [Line]) {
-    let n_blocks = rows[0].scales.len();
-    assert!(rows.len() <= PANEL_ROWS, "{} rows in a panel", rows.len());
-    assert_eq!(panel.len(), panel_lines(kind, n_blocks), "lines of a panel");
+    assert!((1..=PANEL_ROWS).contains(&rows.len()), "{} rows in a panel", rows.len());
     let rows: [PlanarRow<'_>; PANEL_ROWS] = std::array::from_fn(|i| rows[i.min(rows.len() - 1)]);
-    let mut next = Walk::new(n_blocks).starts();
-    let n_lines = panel_lines(kind, 1);
-    for first in (0..n_blocks).step_by(8) {
-        let d = scales(rows.map(|row| &row.scales[first..]));
-        let m = if kind == Planar::Q4_1 {
-            scales(rows.map(|row| &row.mins[first..]))
-        } else {
-            [_mm512_setzero_ps(); 8]
-        };
-        for b in first..n_blocks.min(first + 8) {
-            let at = &mut next[b % 16];
-            let block = &mut panel[*at * n_lines..][..n_lines];
-            *at += 1;
-            let (low, high) = if kind == Planar::Q8_0 {
-                let in_group = (n_blocks - b / 4 * 4).min(4) * 16;
-                let at = b / 4 * 128 + b % 4 * 16;
-                let (low, high) = (at, at + in_group);
-                (columns(rows.map(|row| &row.quants[low..])), columns(rows.map(|row| &row.quants[high..])))
-            } else {
-                let both = columns(rows.map(|row| &row.quants[b * 16..]));
-                let mut out = ([_mm512_setzero_si512(); 4], [_mm512_setzero_si512(); 4]);
-                for k in 0..4 {
-                    [out.0[k], out.1[k]] = nibbles(both[k]);
-                }
-                out
-            };
-            for k in 0..4 {
-                block[k] = bytemuck::cast(low[k]);
-                block[4 + k] = bytemuck::cast(high[k]);
+    match kind {
+        Planar::Q8_0 => pack_rows::<32, LINES>(&rows, panel),
+        Planar::Q4_0 => pack_rows::<16, LINES>(&rows, panel),
+        Planar::Q4_1 => pack_rows::<16, Q4_1_LINES>(&rows, panel),
+    }
+}
+
+/// 16 blocks of a row: integers in `N` pieces, scales and minima in two.
+#[derive(Clone, Copy)]
+struct Step<const N: usize> {
+    quants: [[u8; 16]; N],
+    scales: [[u16; 8]; 2],
+    mins: [[u16; 8]; 2],
+}
+
+/// The parts of a [`Step`] where they are.
+#[derive(Clone, Copy)]
+struct StepRef<'a, const N: usize> {
+    quants: &'a [[u8; 16]; N],
+    scales: &'a [[u16; 8]; 2],
+    mins: &'a [[u16; 8]; 2],
+}
+
+impl<const N: usize> Step<N> {
+    const ZERO: Self = Self { quants: [[0; 16]; N], scales: [[0; 8]; 2], mins: [[0; 8]; 2] };
+
+    /// The last blocks of a row and zeros for those that are not there.
+    fn last(row: &PlanarRow<'_>) -> Self {
+        let mut step = Self::ZERO;
+        let scales = row.scales.as_chunks::<16>().1;
+        let pieces = row.quants.as_chunks::<16>().0;
+        let pieces = &pieces[pieces.len() - scales.len() * N / 16..];
+        // One group after the other; Q8_0 has two pieces for each block in it.
+        for (group, pieces) in step.quants.chunks_mut(N / 4).zip(pieces.chunks(N / 4)) {
+            let n = pieces.len() * 16 / N;
+            for (to, pieces) in group.chunks_mut(4).zip(pieces.chunks(n)) {
+                to[..n].copy_from_slice(pieces);
             }
-            block[8] = bytemuck::cast(d[b % 8]);
-            if kind == Planar::Q4_1 {
-                block[9] = bytemuck::cast(m[b % 8]);
+        }
+        step.scales.as_flattened_mut()[..scales.len()].copy_from_slice(scales);
+        let mins = row.mins.as_chunks::<16>().1;
+        step.mins.as_flattened_mut()[..mins.len()].copy_from_slice(mins);
+        step
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn pack_rows<const N: usize, const N_LINES: usize>(rows: &[PlanarRow<'_>; PANEL_ROWS], panel: &mut [Line]) {
+    let n_blocks = rows[0].scales.len();
+    let (panel, panel_rest) = panel.as_chunks_mut::<N_LINES>();
+    assert!(panel.len() == n_blocks && panel_rest.is_empty(), "blocks of a panel");
+    let starts = Walk::new(n_blocks).starts();
+    let zero = Step::<N>::ZERO;
+    let mut steps = [StepRef { quants: &zero.quants, scales: &zero.scales, mins: &zero.mins }; PANEL_ROWS];
+    let whole = n_blocks / 16;
+    for at in 0..whole {
+        for r in 0..PANEL_ROWS {
+            steps[r].quants = &rows[r].quants.as_chunks().0.as_chunks().0[at];
+            steps[r].scales = &rows[r].scales.as_chunks().0.as_chunks().0[at];
+            if N_LINES == Q4_1_LINES {
+                steps[r].mins = &rows[r].mins.as_chunks().0.as_chunks().0[at];
+            }
+        }
+        pack_step(&steps, panel, &starts, at, 16);
+    }
+    if !n_blocks.is_multiple_of(16) {
+        let mut last = [zero; PANEL_ROWS];
+        for r in 0..PANEL_ROWS {
+            last[r] = Step::last(&rows[r]);
+        }
+        for r in 0..PANEL_ROWS {
+            let Step { quants, scales, mins } = &last[r];
+            steps[r] = StepRef { quants, scales, mins };
+        }
+        pack_step(&steps, panel, &starts, whole, n_blocks % 16);
+    }
+}
+
+/// Adds the first `n` blocks of step `at` to a panel.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[inline]
+fn pack_step<const N: usize, const N_LINES: usize>(
+    steps: &[StepRef<'_, N>; PANEL_ROWS],
+    panel: &mut [[Line; N_LINES]],
+    starts: &[usize; 16],
+    at: usize,
+    n: usize,
+) {
+    for i in 0..n {
+        let block = &mut panel[starts[i] + at];
+        let mut pieces = [&[0; 16]; PANEL_ROWS];
+        if N == 32 {
+            for half in 0..2 {
+                for r in 0..PANEL_ROWS {
+                    pieces[r] = &steps[r].quants[i / 4 * 8 + i % 4 + 4 * half];
+                }
+                let columns = columns(&pieces);
+                for k in 0..4 {
+                    block[4 * half + k] = bytemuck::cast(columns[k]);
+                }
+            }
+        } else {
+            for r in 0..PANEL_ROWS {
+                pieces[r] = &steps[r].quants[i];
+            }
+            let columns = columns(&pieces);
+            for k in 0..4 {
+                let [low, high] = nibbles(columns[k]);
+                block[k] = bytemuck::cast(low);
+                block[4 + k] = bytemuck::cast(high);
+            }
+        }
+    }
+    for half in 0..2 {
+        let mut pieces = [&[0; 8]; PANEL_ROWS];
+        for r in 0..PANEL_ROWS {
+            pieces[r] = &steps[r].scales[half];
+        }
+        let d = f16_columns(&pieces);
+        for i in 8 * half..n.min(8 * half + 8) {
+            panel[starts[i] + at][8] = bytemuck::cast(d[i % 8]);
+        }
+        if N_LINES == Q4_1_LINES {
+            for r in 0..PANEL_ROWS {
+                pieces[r] = &steps[r].mins[half];
+            }
+            let m = f16_columns(&pieces);
+            for i in 8 * half..n.min(8 * half + 8) {
+                panel[starts[i] + at][9] = bytemuck::cast(m[i % 8]);
             }
         }
     }
 }
 
-/// Scales of up to eight blocks of each row, as a register for each block.
+/// Eight f16 of each row: a register holds one of each.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
-fn scales(rows: [&[u16]; PANEL_ROWS]) -> [__m512; 8] {
-    let mut eight = [[0u16; 8]; PANEL_ROWS];
-    for i in 0..PANEL_ROWS {
-        match rows[i].first_chunk() {
-            Some(chunk) => eight[i] = *chunk,
-            None => eight[i][..rows[i].len()].copy_from_slice(rows[i]),
-        }
+fn f16_columns(rows: &[&[u16; 8]; PANEL_ROWS]) -> [__m512; 8] {
+    let mut bytes = [&[0; 16]; PANEL_ROWS];
+    for r in 0..PANEL_ROWS {
+        bytes[r] = bytemuck::cast_ref(rows[r]);
     }
-    let pairs = columns(eight.each_ref().map(|row| bytemuck::cast_slice(row)));
+    let pairs = columns(&bytes);
     let mut out = [_mm512_setzero_ps(); 8];
     for k in 0..4 {
         out[2 * k] = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs[k]));
@@ -373,10 +459,10 @@ fn scales(rows: [&[u16]; PANEL_ROWS]) -> [__m512; 8] {
     out
 }
 
-/// The first 16 bytes of each row: a register holds four bytes of each.
+/// 16 bytes of each row: a register holds four of each.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
-fn columns(rows: [&[u8]; PANEL_ROWS]) -> [__m512i; 4] {
+fn columns(rows: &[&[u8; 16]; PANEL_ROWS]) -> [__m512i; 4] {
     // Rows i, 4 + i, 8 + i and 12 + i in the quarters of register i.
     let mut by_row = [_mm512_setzero_si512(); 4];
     for i in 0..4 {
@@ -514,11 +600,11 @@ fn load<T: Pod>(bytes: &[T; 64]) -> __m512i {
     bytemuck::pod_read_unaligned(bytemuck::cast_slice(bytes))
 }
 
-/// The first 16 bytes.
+/// 16 bytes.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
-fn load16(bytes: &[u8]) -> __m128i {
-    bytemuck::pod_read_unaligned(&bytes[..16])
+fn load16(bytes: &[u8; 16]) -> __m128i {
+    bytemuck::pod_read_unaligned(bytes)
 }
 
 /// Up to 64 bytes, followed by zeros.
