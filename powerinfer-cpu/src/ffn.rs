@@ -14,8 +14,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use powerinfer_sparse_ops::{
-    ActiveMode, DownWeights, FfnInput, FfnWeights, Gating, ModelSpec, NeuronSet, StepCost, WeightMatrix,
-    WeightType,
+    ActiveMode, DownWeights, FfnInput, FfnWeights, Gating, ModelSpec, NeuronSet, StepCost, WeightType,
 };
 
 use crate::input::{Forms, Input, InputBuffers};
@@ -25,6 +24,7 @@ use crate::matmul::{Cpu, matmul};
 use crate::ops::add;
 use crate::pool::Pool;
 use crate::relaid::{BLOCK, RelaidDown};
+use crate::rows::{Filled, Planned, PlannedTurned, Planner, Rows};
 
 /// Chunks that neurons are dealt out to. Enough that 12 or 24 threads get nearly equal shares, few enough that
 /// adding up the sums is small beside the weights (32 · 16 KiB for 4096 wide models).
@@ -43,8 +43,8 @@ const DOWN: u8 = 4;
 /// The neurons of one layer that are held.
 #[derive(Debug)]
 pub(crate) struct LayerFfn {
-    gate: Option<WeightMatrix>,
-    up: WeightMatrix,
+    gate: Option<Rows>,
+    up: Rows,
     up_bias: Option<Vec<f32>>,
     down: Down,
     owned: NeuronSet,
@@ -52,34 +52,80 @@ pub(crate) struct LayerFfn {
 
 #[derive(Debug)]
 enum Down {
-    ByNeuron(WeightMatrix),
+    ByNeuron(Rows),
     Relaid(RelaidDown),
-    ByOutput(WeightMatrix),
+    ByOutput(Rows),
 }
 
-impl LayerFfn {
-    pub(crate) fn new(pool: &mut Pool, spec: &ModelSpec, weights: FfnWeights, owned: NeuronSet) -> Self {
+/// A layer whose weights have a place in memory but are not there yet.
+#[derive(Debug)]
+pub(crate) struct PlannedFfn {
+    gate: Option<Planned>,
+    up: Planned,
+    up_bias: Option<Vec<f32>>,
+    down: PlannedDown,
+    owned: NeuronSet,
+}
+
+#[derive(Debug)]
+enum PlannedDown {
+    ByNeuron(Planned),
+    Relaid(PlannedTurned),
+    ByOutput(Planned),
+}
+
+impl PlannedFfn {
+    /// Gates lie together, since they are read one after the other when there is no predictor; what else a neuron
+    /// has lies together behind them, since it is read if the gate is open.
+    pub(crate) fn new(
+        planner: &mut Planner,
+        spec: &ModelSpec,
+        weights: FfnWeights,
+        owned: NeuronSet,
+    ) -> Self {
         let FfnWeights { gate, up, up_bias, down } = weights;
-        let down = match down {
-            DownWeights::ByNeuron(w) => Down::ByNeuron(w),
-            DownWeights::ByOutput(w) if w.ty() == WeightType::Q8_0 && spec.activation.has_exact_zeros() => {
-                Down::Relaid(RelaidDown::new(pool, &w))
+        let gate = gate.map(|gate| planner.matrix(&gate));
+        let (up, down) = match down {
+            DownWeights::ByNeuron(down) => {
+                let planned = planner.neurons(&[&up], Some(&down));
+                (planned[0], PlannedDown::ByNeuron(planned[1]))
             }
-            DownWeights::ByOutput(w) => Down::ByOutput(w),
+            DownWeights::ByOutput(w) => {
+                let up = planner.matrix(&up);
+                let turns = w.ty() == WeightType::Q8_0 && spec.activation.has_exact_zeros();
+                let down = if turns {
+                    PlannedDown::Relaid(planner.turned(&w))
+                } else {
+                    PlannedDown::ByOutput(planner.matrix(&w))
+                };
+                (up, down)
+            }
         };
         Self { gate, up, up_bias, down, owned }
     }
 
-    pub(crate) fn is_by_output(&self) -> bool {
-        matches!(self.down, Down::ByOutput(_))
+    pub(crate) fn filled(self, filled: &Filled) -> LayerFfn {
+        LayerFfn {
+            gate: self.gate.map(|gate| filled.rows(gate)),
+            up: filled.rows(self.up),
+            up_bias: self.up_bias,
+            down: match self.down {
+                PlannedDown::ByNeuron(down) => Down::ByNeuron(filled.rows(down)),
+                PlannedDown::Relaid(down) => Down::Relaid(filled.relaid(down)),
+                PlannedDown::ByOutput(down) => Down::ByOutput(filled.rows(down)),
+            },
+            owned: self.owned,
+        }
     }
 
-    /// Bytes of a down projection that was laid out anew, beside those of the file.
-    pub(crate) fn relaid_bytes(&self) -> usize {
-        match &self.down {
-            Down::Relaid(down) => down.n_bytes(),
-            Down::ByNeuron(_) | Down::ByOutput(_) => 0,
-        }
+    pub(crate) fn is_relaid(&self) -> bool {
+        matches!(self.down, PlannedDown::Relaid(_))
+    }
+}
+
+impl LayerFfn {
+    pub(crate) fn is_by_output(&self) -> bool {
+        matches!(self.down, Down::ByOutput(_))
     }
 
     fn n_ff(&self) -> usize {
@@ -203,7 +249,7 @@ pub(crate) fn ffn(
         }
         Down::ByOutput(down) => down.n_bytes(),
     };
-    let weight_bytes = rows_read(GATE) * layer.gate.as_ref().map_or(0, WeightMatrix::row_bytes)
+    let weight_bytes = rows_read(GATE) * layer.gate.as_ref().map_or(0, Rows::row_bytes)
         + rows_read(UP) * layer.up.row_bytes()
         + down_bytes;
     StepCost {
@@ -335,7 +381,7 @@ impl LayerStep<'_> {
     fn add_terms(&self, block: usize, terms: &[(usize, f32)], sum: &mut [f32]) {
         match &self.layer.down {
             Down::ByNeuron(down) => {
-                let row = |(bit, _)| down.row(block * BLOCK + bit);
+                let row = |(bit, _)| down.bytes(block * BLOCK + bit);
                 let (groups, rest) = terms.as_chunks::<AXPY_ROWS>();
                 for group in groups {
                     axpy(self.level, down.ty(), group.map(|(_, a)| a), group.map(row), sum);
@@ -389,9 +435,9 @@ impl Batch {
     }
 
     /// Values become the products of one row of `w` with the batch.
-    fn dot(&mut self, level: CpuLevel, w: &WeightMatrix, neuron: usize, x: &Input<'_>) {
+    fn dot(&mut self, level: CpuLevel, w: &Rows, neuron: usize, x: &Input<'_>) {
         let n = self.n;
-        dot_rows(level, w.ty(), w.row(neuron), x, &self.rows[..n], &mut self.values[..n]);
+        dot_rows(level, w.row(neuron), x, &self.rows[..n], &mut self.values[..n]);
     }
 
     /// Gates become `act(values)`; rows where that is zero are dropped if `skip`.

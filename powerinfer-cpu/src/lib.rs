@@ -26,13 +26,16 @@ mod input;
 mod kernel;
 mod level;
 mod matmul;
+mod memory;
 mod ops;
+mod planar;
 mod pool;
 mod relaid;
+mod rows;
 
 pub use attention::KvType;
-pub use backend::{CpuBackend, CpuOptions};
+pub use backend::{CpuBackend, CpuOptions, WeightHome};
+pub use level::CpuLevel;
 #[cfg(target_arch = "x86_64")]
 pub use level::{Avx2, Avx512};
-pub use level::CpuLevel;
 pub use pool::{Columns, Pool, default_threads};

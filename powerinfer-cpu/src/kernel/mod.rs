@@ -11,6 +11,7 @@ use powerinfer_sparse_ops::WeightType;
 
 use crate::input::Input;
 use crate::level::CpuLevel;
+use crate::planar::{Planar, PlanarRow};
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -25,43 +26,65 @@ pub(crate) const TILE: usize = 4;
 /// Rows that are added at once, so that `acc` is read and written once for all of them.
 pub(crate) const AXPY_ROWS: usize = 4;
 
+/// A row of weights, in one of the forms that there are kernels for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Row<'a> {
+    /// F32, F16 and BF16.
+    Floats(Floats<'a>),
+    /// Q8_0, Q4_0 and Q4_1, see [`planar`](crate::planar).
+    Planar(Planar, PlanarRow<'a>),
+    /// Every other type, in the blocks of the file.
+    Blocks(WeightType, &'a [u8]),
+}
+
 /// Dot products of one row of weights with the vectors `rows` of `x`.
 ///
 /// # Shapes
 /// `row` holds `x.n_cols()` weights; `out [rows.len()]`.
-pub(crate) fn dot_rows(
-    level: CpuLevel,
-    ty: WeightType,
-    row: &[u8],
-    x: &Input<'_>,
-    rows: &[usize],
-    out: &mut [f32],
-) {
-    debug_assert_eq!(ty.row_bytes(x.n_cols()), Some(row.len()));
+pub(crate) fn dot_rows(level: CpuLevel, row: Row<'_>, x: &Input<'_>, rows: &[usize], out: &mut [f32]) {
     let (tiles, rest) = rows.as_chunks::<TILE>();
     let (out_tiles, out_rest) = out.as_chunks_mut::<TILE>();
     for (tile, out) in tiles.iter().zip(out_tiles) {
-        *out = dot(level, ty, row, x, *tile);
+        *out = dot(level, row, x, *tile);
     }
     for (&one, out) in rest.iter().zip(out_rest) {
-        [*out] = dot(level, ty, row, x, [one]);
+        [*out] = dot(level, row, x, [one]);
     }
 }
 
 /// Dot products of one row of weights with `T` vectors.
 pub(crate) fn dot<const T: usize>(
     level: CpuLevel,
-    ty: WeightType,
-    row: &[u8],
+    row: Row<'_>,
     x: &Input<'_>,
     rows: [usize; T],
 ) -> [f32; T] {
+    match row {
+        Row::Floats(w) => dot_floats(level, w, x.f32s(rows)),
+        Row::Planar(kind, w) => match level {
+            CpuLevel::Scalar => scalar::dot::dot_planar(kind, w, x.x8s(rows)),
+            #[cfg(target_arch = "x86_64")]
+            CpuLevel::Avx2(level) => avx2::dot::dot_planar(level, kind, w, x.x8s(rows)),
+            #[cfg(target_arch = "x86_64")]
+            CpuLevel::Avx512(level) => avx2::dot::dot_planar(level.avx2(), kind, w, x.x8s(rows)),
+        },
+        Row::Blocks(ty, w) => match level {
+            CpuLevel::Scalar => scalar::dot::dot(ty, w, x, rows),
+            #[cfg(target_arch = "x86_64")]
+            CpuLevel::Avx2(level) => avx2::dot::dot(level, ty, w, x, rows),
+            #[cfg(target_arch = "x86_64")]
+            CpuLevel::Avx512(level) => avx2::dot::dot(level.avx2(), ty, w, x, rows),
+        },
+    }
+}
+
+fn dot_floats<const T: usize>(level: CpuLevel, w: Floats<'_>, x: [&[f32]; T]) -> [f32; T] {
     match level {
-        CpuLevel::Scalar => scalar::dot::dot(ty, row, x, rows),
+        CpuLevel::Scalar => scalar::dot::dot_floats(w, x),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx2(level) => avx2::dot::dot(level, ty, row, x, rows),
+        CpuLevel::Avx2(level) => avx2::dot::dot_floats(level, w, x),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(level) => avx2::dot::dot(level.avx2(), ty, row, x, rows),
+        CpuLevel::Avx512(level) => avx2::dot::dot_floats(level.avx2(), w, x),
     }
 }
 
@@ -74,13 +97,7 @@ pub(crate) fn dot<const T: usize>(
 /// If `ty` is quantised.
 pub(crate) fn dot_f32(level: CpuLevel, ty: WeightType, row: &[u8], x: &[f32]) -> f32 {
     let Some(floats) = Floats::of_row(ty, row) else { unreachable!("{ty} is no plain float type") };
-    let [sum] = match level {
-        CpuLevel::Scalar => scalar::dot::dot_floats(floats, [x]),
-        #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx2(level) => avx2::dot::dot_floats(level, floats, [x]),
-        #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(level) => avx2::dot::dot_floats(level.avx2(), floats, [x]),
-    };
+    let [sum] = dot_floats(level, floats, [x]);
     sum
 }
 
@@ -135,7 +152,7 @@ pub(crate) const AXPY_TYPES: [WeightType; 5] =
 
 /// A vector in one of the plain float types.
 #[derive(Clone, Copy, Debug)]
-enum Floats<'a> {
+pub(crate) enum Floats<'a> {
     F32(&'a [f32]),
     F16(&'a [u16]),
     BF16(&'a [u16]),
@@ -143,7 +160,7 @@ enum Floats<'a> {
 
 impl<'a> Floats<'a> {
     /// The weights of a row, if they are plain floats.
-    fn of_row(ty: WeightType, row: &'a [u8]) -> Option<Self> {
+    pub(crate) fn of_row(ty: WeightType, row: &'a [u8]) -> Option<Self> {
         match ty {
             WeightType::F32 => Some(Self::F32(bytemuck::cast_slice(row))),
             WeightType::F16 => Some(Self::F16(bytemuck::cast_slice(row))),
