@@ -89,18 +89,16 @@ pub(in crate::kernel) fn pack_panel(_: Avx512, kind: Planar, rows: &[PlanarRow<'
 pub(in crate::kernel) fn pack_x(kind: Planar, x: &[PlanarX<'_>], tile: &mut [Cell]) {
     let n_blocks = tile.len() / x.len();
     assert_eq!(tile.len(), n_blocks * x.len(), "blocks of {} vectors", x.len());
-    let scale = offset(kind);
+    let offset = kind.offset();
     for (at, b) in Walk::new(n_blocks).blocks().enumerate() {
         for (cell, x) in tile[at * x.len()..][..x.len()].iter_mut().zip(x) {
-            let first = b / 4 * 128 + b % 4 * 16;
-            let (low, high) = (&x.q[first..first + 16], &x.q[first + 64..first + 80]);
-            cell.q[..4].copy_from_slice(&bytemuck::pod_read_unaligned::<[i32; 4]>(bytemuck::cast_slice(low)));
-            cell.q[4..]
-                .copy_from_slice(&bytemuck::pod_read_unaligned::<[i32; 4]>(bytemuck::cast_slice(high)));
+            let [low, high] = x.block(b);
+            cell.q[..4].copy_from_slice(&bytemuck::cast::<_, [i32; 4]>(*low));
+            cell.q[4..].copy_from_slice(&bytemuck::cast::<_, [i32; 4]>(*high));
             cell.d = x.d[b];
             cell.offset = match kind {
                 Planar::Q4_1 => (x.d[b] * x.sums[b] as f32).to_bits().cast_signed(),
-                _ => -(x.sums[b] * scale),
+                _ => -(offset * x.sums[b]),
             };
         }
     }
@@ -129,15 +127,6 @@ pub(in crate::kernel) fn gemm(
 /// Lines of a block in a panel.
 const LINES: usize = 9;
 const Q4_1_LINES: usize = 10;
-
-/// Offset of the integers.
-fn offset(kind: Planar) -> i32 {
-    match kind {
-        Planar::Q8_0 => 128,
-        Planar::Q4_0 => 8,
-        Planar::Q4_1 => 0,
-    }
-}
 
 /// The order of blocks in panels and tiles.
 #[derive(Clone, Copy)]

@@ -67,7 +67,7 @@ impl Case {
                     } else {
                         row[b * 16 + e % 16] |= u << (e / 16 * 4);
                     }
-                    let q = f64::from(i32::from(u) - offset(kind));
+                    let q = f64::from(i32::from(u) - kind.offset());
                     case.w.push(number(case.scales[block]) * q + m);
                 }
             }
@@ -230,6 +230,7 @@ fn best(work: usize, mut f: impl FnMut()) -> f64 {
     work as f64 / best
 }
 
+const ALIGNED: bool = option_env!("UNAL").is_none();
 #[test]
 #[ignore = "prints speeds"]
 fn speed() {
@@ -237,7 +238,15 @@ fn speed() {
     let mut random = Random::new(4);
     for kind in KINDS {
         let case = Case::new(&mut random, kind, (64, 64, 64), any_weight, any_input);
-        let (rows, xs) = (case.rows(), case.xs());
+        let (mut quants, mut x_q) = (Vec::<Line>::new(), Vec::<Line>::new());
+        quants.extend(case.quants.as_chunks().0.iter().map(|c| Line(*c)));
+        x_q.extend(case.x_q.as_chunks::<64>().0.iter().map(|c| Line(bytemuck::cast(*c))));
+        let (mut rows, mut xs) = (case.rows(), case.xs());
+        let n_q = rows[0].quants.len();
+        if std::env::args().any(|a| a == "--nocapture") && ALIGNED {
+        for (row, q) in rows.iter_mut().zip(bytemuck::cast_slice::<_, u8>(&quants).chunks(n_q)) { row.quants = q; }
+        for (x, q) in xs.iter_mut().zip(bytemuck::cast_slice::<_, i8>(&x_q).chunks(2048)) { x.q = q; }
+        }
         let n_bytes = case.quants.len() + 2 * (case.scales.len() + case.mins.len());
         let mut sink = 0.0;
         let one = best(n_bytes, || rows.iter().for_each(|&row| sink += dot(level, kind, row, [xs[0]])[0]));
