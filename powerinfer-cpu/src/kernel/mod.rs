@@ -12,6 +12,7 @@ use powerinfer_sparse_ops::WeightType;
 use crate::input::Input;
 use crate::level::CpuLevel;
 use crate::planar::{Planar, PlanarRow};
+use crate::rows::Rows;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -50,6 +51,39 @@ pub(crate) fn dot_rows(level: CpuLevel, row: Row<'_>, x: &Input<'_>, rows: &[usi
     for (&one, out) in rest.iter().zip(out_rest) {
         [*out] = dot(level, row, x, [one]);
     }
+}
+
+/// Rows whose products with one vector are computed at once, so that one need not wait for the other.
+const DOT_ROWS: usize = 4;
+
+/// Dot products of the rows `list` of `w` with the first vector of `x`; asks the memory for the next rows meanwhile.
+///
+/// # Shapes
+/// `out [≥ list.len()]`.
+pub(crate) fn dot_list(level: CpuLevel, w: &Rows, list: &[u32], x: &Input<'_>, out: &mut [f32]) {
+    let (groups, rest) = list.as_chunks::<DOT_ROWS>();
+    for (i, (group, out)) in groups.iter().zip(out.as_chunks_mut().0).enumerate() {
+        if let Some(next) = groups.get(i + 1) {
+            next.iter().for_each(|&row| prefetch(w.bytes(row as usize)));
+        }
+        *out = group.map(|row| dot(level, w.row(row as usize), x, [0])[0]);
+    }
+    for (&row, out) in rest.iter().zip(&mut out[list.len() - rest.len()..]) {
+        [*out] = dot(level, w.row(row as usize), x, [0]);
+    }
+}
+
+/// Asks the memory for bytes that are read soon.
+#[inline]
+pub(crate) fn prefetch(bytes: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in bytes.chunks(64) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: PREFETCH-ANYWHERE: a prefetch of any address has no effect but on the caches.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = bytes;
 }
 
 /// Dot products of one row of weights with `T` vectors.
