@@ -4,6 +4,8 @@ use half::f16;
 use powerinfer_testing::tiny::Random;
 
 use super::*;
+use crate::kernel::prefetch;
+use crate::memory::anonymous;
 
 /// A matrix and vectors, as plain numbers and in the planar forms.
 struct Case {
@@ -148,7 +150,7 @@ impl Case {
         for (r, &row) in rows.iter().enumerate() {
             let mut alone = Vec::new();
             for (t, &x) in xs.iter().enumerate() {
-                let [sum] = dot(level, self.kind, row, [x], row.quants);
+                let [sum] = dot(level, self.kind, row, [x]);
                 assert_eq!(sum.to_bits(), got[t * rows.len() + r].to_bits(), "{what}: row {r}, vector {t}");
                 let (want, size) = self.want(r, t);
                 let error = (f64::from(sum) - want).abs();
@@ -157,11 +159,11 @@ impl Case {
             }
             for (four, alone) in xs.as_chunks::<4>().0.iter().zip(alone.as_chunks::<4>().0) {
                 assert_eq!(
-                    dot(level, self.kind, row, *four, &[]).map(f32::to_bits),
+                    dot(level, self.kind, row, *four).map(f32::to_bits),
                     alone.map(f32::to_bits),
                     "{what}"
                 );
-                let two = dot(level, self.kind, row, [four[1], four[2]], &[]);
+                let two = dot(level, self.kind, row, [four[1], four[2]]);
                 assert_eq!(two.map(f32::to_bits), [alone[1], alone[2]].map(f32::to_bits), "{what}");
             }
         }
@@ -261,7 +263,7 @@ fn speed() {
         let mut panel = vec![Line::zeroed(); panel_lines(kind, N / 32)];
         for (place, n_bytes) in [("cache", 1 << 17), ("memory", 1 << 29)] {
             let n_panels = n_bytes / stride / PANEL_ROWS;
-            let mut memory = crate::memory::anonymous(n_panels * PANEL_ROWS * stride, true).unwrap();
+            let mut memory = anonymous(n_panels * PANEL_ROWS * stride, true).unwrap();
             for (i, to) in memory.chunks_mut(stride).enumerate() {
                 let row = case.rows()[i % 32];
                 to[..n_quants].copy_from_slice(row.quants);
@@ -278,24 +280,31 @@ fn speed() {
             let rows = |p: usize| std::array::from_fn::<_, PANEL_ROWS, _>(|r| row(p * PANEL_ROWS + r));
             let n_rows = n_panels * PANEL_ROWS;
             let mut sink = 0.0;
-            let blind = speed_of(n_rows, |i| sink += dot(level, kind, row(i), [xs[0]], &[])[0]);
-            let burst = speed_of(n_rows, |i| {
-                crate::kernel::prefetch(bytes(i + 2));
-                sink += dot(level, kind, row(i), [xs[0]], &[])[0];
+            let blind = speed_of(n_rows, |i| sink += dot(level, kind, row(i), [xs[0]])[0]);
+            let one = speed_of(n_rows, |i| {
+                prefetch(bytes(i + 2));
+                sink += dot(level, kind, row(i), [xs[0]])[0];
             });
-            let one = speed_of(n_rows, |i| sink += dot(level, kind, row(i), [xs[0]], bytes(i + 2))[0]);
             let four = [xs[0], xs[1], xs[2], xs[3]];
-            let four = speed_of(n_rows, |i| sink += dot(level, kind, row(i), four, bytes(i + 2))[3]);
+            let four = speed_of(n_rows, |i| {
+                prefetch(bytes(i + 2));
+                sink += dot(level, kind, row(i), four)[3];
+            });
             let pack = speed_of(n_panels, |p| pack_panel(level, kind, &rows(p), &mut panel));
-            let [blind, burst, one, four, pack16] =
-                [blind, burst, one, four, pack * PANEL_ROWS as f64].map(|x| x * stride as f64);
+            let [blind, one, four, pack] =
+                [blind, one, four, pack * PANEL_ROWS as f64].map(|x| x * stride as f64);
             println!(
-                "{kind:?} from {place}: dot {one:.1} GB/s, {blind:.1} blind, {burst:.1} burst, {four:.1} with 4; pack {pack16:.1}"
+                "{kind:?} from {place}: dot {one:.1} GB/s, {blind:.1} unasked, {four:.1} with 4; pack {pack:.1}"
             );
-            for n in [4, 8, 64] {
+            for n in [4usize, 8, 16, 64] {
                 let speed = speed_of(n_panels, |p| {
                     pack_panel(level, kind, &rows(p), &mut panel);
-                    for tile in tiles[..n * N / 32].chunks(TILE_ROWS * N / 32) {
+                    let n_tiles = n.div_ceil(TILE_ROWS);
+                    for (i, tile) in tiles[..n * N / 32].chunks(TILE_ROWS * N / 32).enumerate() {
+                        // A share of the next panel.
+                        for r in i * PANEL_ROWS / n_tiles..(i + 1) * PANEL_ROWS / n_tiles {
+                            prefetch(bytes((p + 1) * PANEL_ROWS + r));
+                        }
                         gemm(level, kind, &panel, tile, tile.len() / (N / 32), &mut |_, y| sink += y[0]);
                     }
                 });
