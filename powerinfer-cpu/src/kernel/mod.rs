@@ -100,7 +100,7 @@ pub(crate) fn dot<const T: usize>(
             #[cfg(target_arch = "x86_64")]
             CpuLevel::Avx2(level) => avx2::dot::dot_planar(level, kind, w, x.x8s(rows)),
             #[cfg(target_arch = "x86_64")]
-            CpuLevel::Avx512(level) => avx2::dot::dot_planar(level.avx2(), kind, w, x.x8s(rows)),
+            CpuLevel::Avx512(level) => avx512::int8::dot(level, kind, w, x.x8s(rows)),
         },
         Row::Blocks(ty, w) => match level {
             CpuLevel::Scalar => scalar::dot::dot(ty, w, x, rows),

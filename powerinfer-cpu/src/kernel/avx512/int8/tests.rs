@@ -4,6 +4,8 @@ use half::f16;
 use powerinfer_testing::tiny::Random;
 
 use super::*;
+use crate::kernel::prefetch;
+use crate::memory::anonymous;
 
 /// A matrix and vectors, as plain numbers and in the planar forms.
 struct Case {
@@ -218,54 +220,100 @@ fn extreme_integers_do_not_overflow() {
     }
 }
 
-/// Best time of many short runs of `f`, which does `work` units, as units a nanosecond.
-fn best(work: usize, mut f: impl FnMut()) -> f64 {
-    let mut best = f64::MAX;
+/// Calls of `f` a nanosecond, `f` called with 0, 1, …, `n − 1`, 0, … for a while; of many short runs, one that was
+/// faster than most.
+fn speed_of(n: usize, mut f: impl FnMut(usize)) -> f64 {
+    const CALLS: usize = 32;
     let start = std::time::Instant::now();
-    while start.elapsed().as_secs_f64() < 0.3 {
+    let mut times = Vec::new();
+    let mut at = 0;
+    while start.elapsed().as_secs_f64() < 0.5 {
         let start = std::time::Instant::now();
-        f();
-        best = best.min(start.elapsed().as_nanos() as f64);
+        for _ in 0..CALLS {
+            f(at);
+            at = (at + 1) % n;
+        }
+        times.push(start.elapsed().as_nanos() as f64);
     }
-    work as f64 / best
+    times.sort_by(f64::total_cmp);
+    CALLS as f64 / times[times.len() / 10]
 }
 
-const ALIGNED: bool = option_env!("UNAL").is_none();
 #[test]
 #[ignore = "prints speeds"]
 fn speed() {
+    const N: usize = 2048;
     let Some(level) = Avx512::detect() else { return };
     let mut random = Random::new(4);
     for kind in KINDS {
-        let case = Case::new(&mut random, kind, (64, 64, 64), any_weight, any_input);
-        let (mut quants, mut x_q) = (Vec::<Line>::new(), Vec::<Line>::new());
-        quants.extend(case.quants.as_chunks().0.iter().map(|c| Line(*c)));
-        x_q.extend(case.x_q.as_chunks::<64>().0.iter().map(|c| Line(bytemuck::cast(*c))));
-        let (mut rows, mut xs) = (case.rows(), case.xs());
-        let n_q = rows[0].quants.len();
-        if std::env::args().any(|a| a == "--nocapture") && ALIGNED {
-        for (row, q) in rows.iter_mut().zip(bytemuck::cast_slice::<_, u8>(&quants).chunks(n_q)) { row.quants = q; }
-        for (x, q) in xs.iter_mut().zip(bytemuck::cast_slice::<_, i8>(&x_q).chunks(2048)) { x.q = q; }
+        let case = Case::new(&mut random, kind, (N / 32, 32, 64), any_weight, any_input);
+        // Rows and vectors at the addresses they have in a backend.
+        let mut q = vec![Line::zeroed(); case.x_q.len() / 64];
+        bytemuck::cast_slice_mut::<_, i8>(&mut q).copy_from_slice(&case.x_q);
+        let mut xs = case.xs();
+        for (x, q) in xs.iter_mut().zip(bytemuck::cast_slice::<_, i8>(&q).chunks(N)) {
+            x.q = q;
         }
-        let n_bytes = case.quants.len() + 2 * (case.scales.len() + case.mins.len());
-        let mut sink = 0.0;
-        let one = best(n_bytes, || rows.iter().for_each(|&row| sink += dot(level, kind, row, [xs[0]])[0]));
-        let x4 = [xs[0], xs[1], xs[2], xs[3]];
-        let four = best(n_bytes, || rows.iter().for_each(|&row| sink += dot(level, kind, row, x4)[3]));
-        println!("{kind:?}: dot of 1 {one:.1} GB/s, of 4 {four:.1} GB/s ({:.0} G/s)", {
-            four / n_bytes as f64 * (64 * 2048 * 4) as f64
-        });
-        let mut panel = vec![Line::zeroed(); panel_lines(kind, 64)];
-        let mut tile = vec![Cell::zeroed(); TILE_ROWS * 64];
-        let x = best(TILE_ROWS * 2048, || pack_x(kind, &xs[..TILE_ROWS], &mut tile));
-        let pack = best(n_bytes / 4, || pack_panel(level, kind, &rows[..16], &mut panel));
-        println!("  pack rows {pack:.1} GB/s, {:.2} us; vectors {x:.1} GB/s", n_bytes as f64 / 4e3 / pack);
-        for n in 1..=TILE_ROWS {
-            let speed = best(16 * 2048 * n, || {
-                gemm(level, kind, &panel, &tile[..n * 64], n, &mut |_, sums| sink += sums[0]);
+        let n_quants = kind.quant_bytes(N);
+        let stride = n_quants + N / 16 * if kind == Planar::Q4_1 { 2 } else { 1 };
+        let mut tiles = vec![Cell::zeroed(); 64 * N / 32];
+        for (xs, tile) in xs.chunks(TILE_ROWS).zip(tiles.chunks_mut(TILE_ROWS * N / 32)) {
+            pack_x(kind, xs, tile);
+        }
+        let mut panel = vec![Line::zeroed(); panel_lines(kind, N / 32)];
+        for (place, n_bytes) in [("cache", 1 << 17), ("memory", 1 << 29)] {
+            let n_panels = n_bytes / stride / PANEL_ROWS;
+            let mut memory = anonymous(n_panels * PANEL_ROWS * stride, true).unwrap();
+            for (i, to) in memory.chunks_mut(stride).enumerate() {
+                let row = case.rows()[i % 32];
+                to[..n_quants].copy_from_slice(row.quants);
+                let (d, m) = to[n_quants..].split_at_mut(N / 16);
+                d.copy_from_slice(bytemuck::cast_slice(row.scales));
+                m.copy_from_slice(bytemuck::cast_slice(row.mins));
+            }
+            let bytes = |i: usize| memory.get(i * stride..(i + 1) * stride).unwrap_or_default();
+            let row = |i: usize| {
+                let (quants, scales) = bytes(i).split_at(n_quants);
+                let (scales, mins) = bytemuck::cast_slice(scales).split_at(N / 32);
+                PlanarRow { quants, scales, mins }
+            };
+            let rows = |p: usize| std::array::from_fn::<_, PANEL_ROWS, _>(|r| row(p * PANEL_ROWS + r));
+            let n_rows = n_panels * PANEL_ROWS;
+            let mut sink = 0.0;
+            let blind = speed_of(n_rows, |i| sink += dot(level, kind, row(i), [xs[0]])[0]);
+            let one = speed_of(n_rows, |i| {
+                prefetch(bytes(i + 2));
+                sink += dot(level, kind, row(i), [xs[0]])[0];
             });
-            println!("  gemm of {n}: {speed:.0} G/s");
+            let four = [xs[0], xs[1], xs[2], xs[3]];
+            let four = speed_of(n_rows, |i| {
+                prefetch(bytes(i + 2));
+                sink += dot(level, kind, row(i), four)[3];
+            });
+            let pack = speed_of(n_panels, |p| pack_panel(level, kind, &rows(p), &mut panel));
+            let [blind, one, four, pack] =
+                [blind, one, four, pack * PANEL_ROWS as f64].map(|x| x * stride as f64);
+            println!(
+                "{kind:?} from {place}: dot {one:.1} GB/s, {blind:.1} unasked, {four:.1} with 4; pack {pack:.1}"
+            );
+            for n in [4usize, 8, 16, 64] {
+                let speed = speed_of(n_panels, |p| {
+                    pack_panel(level, kind, &rows(p), &mut panel);
+                    let n_tiles = n.div_ceil(TILE_ROWS);
+                    for (i, tile) in tiles[..n * N / 32].chunks(TILE_ROWS * N / 32).enumerate() {
+                        // A share of the next panel.
+                        for r in i * PANEL_ROWS / n_tiles..(i + 1) * PANEL_ROWS / n_tiles {
+                            prefetch(bytes((p + 1) * PANEL_ROWS + r));
+                        }
+                        gemm(level, kind, &panel, tile, tile.len() / (N / 32), &mut |_, y| sink += y[0]);
+                    }
+                });
+                println!("  product with {n}: {:.0} G/s", speed * (PANEL_ROWS * N * n) as f64);
+            }
+            let speed =
+                speed_of(1, |_| gemm(level, kind, &panel, &tiles[..512], 8, &mut |_, y| sink += y[0]));
+            println!("  product without packing: {:.0} G/s", speed * (PANEL_ROWS * N * 8) as f64);
+            assert!(sink.is_finite());
         }
-        assert!(sink.is_finite());
     }
 }
