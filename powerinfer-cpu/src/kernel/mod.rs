@@ -61,7 +61,13 @@ pub(crate) fn dot<const T: usize>(
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2(level) => avx2::dot::dot(level, ty, row, x, rows),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(level) => avx2::dot::dot(level.avx2(), ty, row, x, rows),
+        CpuLevel::Avx512(level) => match Floats::of_row(ty, row) {
+            Some(floats) => {
+                let [sums] = avx512::float::dot_tile(level, [floats], x.f32s(rows));
+                sums
+            }
+            None => avx2::dot::dot(level.avx2(), ty, row, x, rows),
+        },
     }
 }
 
@@ -79,7 +85,10 @@ pub(crate) fn dot_f32(level: CpuLevel, ty: WeightType, row: &[u8], x: &[f32]) ->
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2(level) => avx2::dot::dot_floats(level, floats, [x]),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(level) => avx2::dot::dot_floats(level.avx2(), floats, [x]),
+        CpuLevel::Avx512(level) => {
+            let [sum] = avx512::float::dot_tile(level, [floats], [x]);
+            sum
+        }
     };
     sum
 }
@@ -104,7 +113,7 @@ pub(crate) fn axpy<const N: usize>(
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2(level) => avx2::axpy::axpy(level, ty, a, rows, acc),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(level) => avx2::axpy::axpy(level.avx2(), ty, a, rows, acc),
+        CpuLevel::Avx512(level) => avx512::axpy::axpy(level, ty, a, rows, acc),
     }
 }
 
@@ -125,7 +134,7 @@ pub(crate) fn axpy_scaled(
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2(level) => avx2::axpy::axpy_scaled(level, terms, scales, values, acc),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(level) => avx2::axpy::axpy_scaled(level.avx2(), terms, scales, values, acc),
+        CpuLevel::Avx512(level) => avx512::axpy::axpy_scaled(level, terms, scales, values, acc),
     }
 }
 
