@@ -364,29 +364,37 @@ mod avx512_forms {
             for (n, n_rows) in lengths(ty).into_iter().zip((1..=33).cycle()) {
                 let rows: Vec<Row> = (0..n_rows).map(|_| Row::random(&mut random, ty, n)).collect();
                 let rows: Vec<&[u8]> = rows.iter().map(Row::bytes).collect();
-                let mut h = random.normals(axpy::DOWN_TILE * n_rows, 1.0);
+                // A whole tile, and the rest of one.
+                let n_tokens = axpy::DOWN_TILE + n_rows % axpy::DOWN_TILE;
+                let mut h = random.normals(n_tokens * n_rows, 1.0);
                 h.iter_mut().step_by(3).for_each(|h| *h = 0.0);
-                let h: [&[f32]; axpy::DOWN_TILE] = std::array::from_fn(|t| &h[t * n_rows..][..n_rows]);
-                let start = random.normals(axpy::DOWN_TILE * n, 1.0);
+                let tile: [&[f32]; axpy::DOWN_TILE] = std::array::from_fn(|t| &h[t * n_rows..][..n_rows]);
+                let start = random.normals(n_tokens * n, 1.0);
                 let mut want = start.clone();
-                for (acc, h) in want.chunks_mut(n).zip(h) {
+                for (acc, h) in want.chunks_mut(n).zip(h.chunks(n_rows)) {
                     h.iter().zip(&rows).for_each(|(&a, row)| axpy::axpy(level, ty, [a], [row], acc));
                 }
+                let six = &want[..axpy::DOWN_TILE * n];
                 for first in [0, n / 64 * 32] {
                     let mut bands = vec![f32::NAN; (n - first).div_ceil(axpy::BAND) * n_rows * axpy::BAND];
                     axpy::decode_bands(level, ty, &rows, first..n, &mut bands);
-                    let (mut six, mut one) = (start.clone(), start.clone());
+                    let mut tiles = start.clone();
                     for (b, band) in bands.chunks(n_rows * axpy::BAND).enumerate() {
                         let columns = first + b * axpy::BAND..n.min(first + (b + 1) * axpy::BAND);
-                        let mut acc = six.chunks_mut(n).map(|acc| &mut acc[columns.clone()]);
-                        axpy::down_tile::<6>(level, band, h, std::array::from_fn(|_| acc.next().unwrap()));
-                        for (acc, h) in one.chunks_mut(n).zip(h) {
-                            axpy::down_tile(level, band, [h], [&mut acc[columns.clone()]]);
-                        }
+                        let mut acc = tiles.chunks_mut(n).map(|acc| &mut acc[columns.clone()]);
+                        axpy::down_tile(level, band, tile, std::array::from_fn(|_| acc.next().unwrap()));
                     }
-                    for (i, want) in want.iter().enumerate().filter(|(i, _)| i % n >= first) {
-                        assert_eq!(six[i].to_bits(), want.to_bits(), "{n_rows} rows {ty} of {n}: at {i}");
-                        assert_eq!(one[i].to_bits(), want.to_bits(), "{n_rows} rows {ty} of {n}: at {i}");
+                    let what = format!("{n_rows} rows {ty} of {n} from {first}");
+                    for (i, want) in six.iter().enumerate().filter(|(i, _)| i % n >= first) {
+                        assert_eq!(tiles[i].to_bits(), want.to_bits(), "{what}: tile at {i}");
+                    }
+                    let from_first = |v: &[f32]| -> Vec<f32> {
+                        v.chunks(n).flat_map(|row| row[first..].iter().copied()).collect()
+                    };
+                    let mut all = from_first(&start);
+                    axpy::down_gemm(level, &bands, n_rows, &h, &mut all, n - first);
+                    for (i, (got, want)) in all.iter().zip(from_first(&want)).enumerate() {
+                        assert_eq!(got.to_bits(), want.to_bits(), "{what}: all at {i}");
                     }
                 }
             }

@@ -81,6 +81,25 @@ pub(in crate::kernel) fn down_tile<const T: usize>(
     unsafe { down_tile_inner(w, h, acc) }
 }
 
+/// [`down_tile`] for all bands of `n_columns` columns and any number of vectors.
+///
+/// # Shapes
+/// `bands` of [`decode_bands`] for these columns of `n_rows` rows; `h [n_tokens, n_rows]`, `acc [n_tokens, n_columns]`.
+///
+/// # Panics
+/// If `bands` or `h` is shorter.
+pub(in crate::kernel) fn down_gemm(
+    _: Avx512,
+    bands: &[f32],
+    n_rows: usize,
+    h: &[f32],
+    acc: &mut [f32],
+    n_columns: usize,
+) {
+    // SAFETY: LEVEL-DETECTED.
+    unsafe { down_gemm_inner(bands, n_rows, h, acc, n_columns) }
+}
+
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn axpy_inner<const N: usize>(ty: WeightType, a: [f32; N], rows: [&[u8]; N], acc: &mut [f32]) {
     match ty {
@@ -268,6 +287,45 @@ fn decode_bands_inner(ty: WeightType, rows: &[&[u8]], columns: Range<usize>, out
             out[at(k)] = [0.0; 16];
         }
     }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn down_gemm_inner(bands: &[f32], n_rows: usize, h: &[f32], acc: &mut [f32], n_columns: usize) {
+    for (band, first) in (0..n_columns).step_by(BAND).enumerate() {
+        let w = &bands[band * n_rows * BAND..][..n_rows * BAND];
+        let columns = first..n_columns.min(first + BAND);
+        for (tile, acc) in acc.chunks_mut(DOWN_TILE * n_columns).enumerate() {
+            let h = &h[tile * DOWN_TILE * n_rows..];
+            let columns = columns.clone();
+            match acc.len() / n_columns {
+                1 => down_tokens::<1>(w, n_rows, h, acc, n_columns, columns),
+                2 => down_tokens::<2>(w, n_rows, h, acc, n_columns, columns),
+                3 => down_tokens::<3>(w, n_rows, h, acc, n_columns, columns),
+                4 => down_tokens::<4>(w, n_rows, h, acc, n_columns, columns),
+                5 => down_tokens::<5>(w, n_rows, h, acc, n_columns, columns),
+                _ => down_tokens::<DOWN_TILE>(w, n_rows, h, acc, n_columns, columns),
+            }
+        }
+    }
+}
+
+/// [`down_tile`] for the columns `columns` of the first `T` vectors.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn down_tokens<const T: usize>(
+    w: &[f32],
+    n_rows: usize,
+    h: &[f32],
+    acc: &mut [f32],
+    n_columns: usize,
+    columns: Range<usize>,
+) {
+    let mut hs: [&[f32]; T] = [&[]; T];
+    for t in 0..T {
+        hs[t] = &h[t * n_rows..][..n_rows];
+    }
+    let mut rows = acc.chunks_mut(n_columns);
+    let accs = std::array::from_fn(|_| rows.next().map_or(&mut [][..], |row| &mut row[columns.clone()]));
+    down_tile_inner(w, hs, accs);
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
