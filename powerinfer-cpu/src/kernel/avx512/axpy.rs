@@ -8,6 +8,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
+use bytemuck::Pod;
 use powerinfer_sparse_ops::WeightType;
 use powerinfer_sparse_ops::block::{BlockQ4_0, BlockQ8_0};
 
@@ -240,51 +241,60 @@ fn axpy_scaled_inner(terms: &[(usize, f32)], scales: &[u16], values: &[i8], acc:
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn decode_bands_inner(ty: WeightType, rows: &[&[u8]], columns: Range<usize>, out: &mut [f32]) {
-    let n_bands = columns.len().div_ceil(BAND);
-    let (out, _) = out[..n_bands * rows.len() * BAND].as_chunks_mut::<16>();
+    let n = rows.len();
+    let (out, _) = out.as_chunks_mut::<16>().0.as_chunks_mut::<4>();
+    let out = &mut out[..columns.len().div_ceil(BAND) * n];
+    let blocks = columns.start / 32..columns.end / 32;
+    let whole_blocks = columns.start.is_multiple_of(32) && columns.end.is_multiple_of(32);
+    assert!(ty.block_len() == 1 || whole_blocks, "columns {columns:?} of {ty}");
     for (i, row) in rows.iter().enumerate() {
-        // The place of 16 columns: bands are `rows.len()` rows of four registers apart.
-        let at = |lane: usize| (lane / 4 * rows.len() + i) * 4 + lane % 4;
-        if let Some(floats) = Floats::of_row(ty, row) {
-            let n = columns.len().div_ceil(16);
-            match floats {
-                Floats::F32(w) => {
-                    let ([w], [rest]) = lanes([&w[columns.clone()]], columns.len());
-                    (0..n).for_each(|k| store_f32(load_f32(w.get(k).unwrap_or(&rest)), &mut out[at(k)]));
-                }
-                Floats::F16(w) => {
-                    let ([w], [rest]) = lanes([&w[columns.clone()]], columns.len());
-                    (0..n).for_each(|k| store_f32(load_f16(w.get(k).unwrap_or(&rest)), &mut out[at(k)]));
-                }
-                Floats::BF16(w) => {
-                    let ([w], [rest]) = lanes([&w[columns.clone()]], columns.len());
-                    (0..n).for_each(|k| store_f32(load_bf16(w.get(k).unwrap_or(&rest)), &mut out[at(k)]));
-                }
+        let out = out[i..].iter_mut().step_by(n);
+        match (Floats::of_row(ty, row), ty) {
+            (Some(Floats::F32(w)), _) => decode_floats(&w[columns.clone()], out, |w| load_f32(w)),
+            (Some(Floats::F16(w)), _) => decode_floats(&w[columns.clone()], out, |w| load_f16(w)),
+            (Some(Floats::BF16(w)), _) => decode_floats(&w[columns.clone()], out, |w| load_bf16(w)),
+            (_, WeightType::Q8_0) => {
+                decode_blocks(&bytemuck::cast_slice(row)[blocks.clone()], out, |b| unpack_q8_0(b));
             }
-        } else {
-            assert!(
-                columns.start.is_multiple_of(32) && columns.len().is_multiple_of(32),
-                "{columns:?} of {ty}"
-            );
-            let blocks = columns.start / 32..columns.end / 32;
-            let mut put = |block: usize, w: [__m512; 2]| {
-                store_f32(w[0], &mut out[at(2 * block)]);
-                store_f32(w[1], &mut out[at(2 * block + 1)]);
-            };
-            match ty {
-                WeightType::Q8_0 => {
-                    let row: &[BlockQ8_0] = bytemuck::cast_slice(row);
-                    row[blocks].iter().enumerate().for_each(|(k, b)| put(k, unpack_q8_0(b)));
-                }
-                WeightType::Q4_0 => {
-                    let row: &[BlockQ4_0] = bytemuck::cast_slice(row);
-                    row[blocks].iter().enumerate().for_each(|(k, b)| put(k, unpack_q4_0(b)));
-                }
-                _ => unreachable!("axpy with {ty}"),
+            (_, WeightType::Q4_0) => {
+                decode_blocks(&bytemuck::cast_slice(row)[blocks.clone()], out, |b| unpack_q4_0(b));
+            }
+            _ => unreachable!("axpy with {ty}"),
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+#[inline]
+fn decode_floats<'a, W: Pod>(
+    w: &[W],
+    out: impl Iterator<Item = &'a mut [[f32; 16]; 4]>,
+    load: impl Fn(&[W; 16]) -> __m512,
+) {
+    for (w, out) in w.chunks(BAND).zip(out) {
+        let (w, rest) = w.as_chunks::<16>();
+        for k in 0..4 {
+            match w.get(k) {
+                Some(w) => store_f32(load(w), &mut out[k]),
+                None if k == w.len() => store_f32(load(&padded(rest)), &mut out[k]),
+                None => out[k] = [0.0; 16],
             }
         }
-        for k in columns.len().div_ceil(16)..4 * n_bands {
-            out[at(k)] = [0.0; 16];
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+#[inline]
+fn decode_blocks<'a, B>(
+    blocks: &[B],
+    out: impl Iterator<Item = &'a mut [[f32; 16]; 4]>,
+    unpack: impl Fn(&B) -> [__m512; 2],
+) {
+    for (pair, out) in blocks.chunks(2).zip(out) {
+        for k in 0..2 {
+            let w = pair.get(k).map_or([_mm512_setzero_ps(); 2], &unpack);
+            store_f32(w[0], &mut out[2 * k]);
+            store_f32(w[1], &mut out[2 * k + 1]);
         }
     }
 }
