@@ -3,6 +3,8 @@
 //! As in `avx2`, what is unsafe is one call from each safe entry, proven by the [`Avx512`](crate::Avx512) value
 //! (LEVEL-DETECTED).
 
+#[cfg_attr(not(test), expect(dead_code, reason = "a batch does not use decoded bands yet"))]
 pub(super) mod axpy;
+#[cfg_attr(not(test), expect(dead_code, reason = "matrix products do not use the product of a batch yet"))]
 pub(super) mod float;
 mod load;
