@@ -184,7 +184,7 @@ impl CpuBackend {
             reason: format!("{threads} threads could not be started: {error}"),
         })?;
         Ok(Self {
-            cpu: Cpu { pool, level: options.level.unwrap_or_else(CpuLevel::detect) },
+            cpu: Cpu::new(pool, options.level.unwrap_or_else(CpuLevel::detect)),
             kv_type: options.kv_type,
             home: options.home,
             home_used: None,
@@ -235,6 +235,7 @@ impl CpuBackend {
         let n_pairs = spec.rope.as_ref().map_or(0, |r| r.freqs.len());
         s.rope.resize(s.rope.len().max(rows * n_pairs), (1.0, 0.0));
         s.inputs.reserve(rows, spec.n_embd.max(spec.q_dim()).max(rank).max(hidden));
+        self.cpu.reserve(rows, spec.n_embd.max(spec.q_dim()).max(rank).max(hidden));
         s.ffn.reserve(spec, rows, by_neuron, by_output);
     }
 

@@ -8,6 +8,10 @@
 //!
 //! **Down by output.** The hidden vector of all neurons is completed first and goes through an ordinary product.
 //!
+//! From [`gemm::MIN_ROWS`] rows on, where there are kernels for it, all neurons are computed for all rows, and the
+//! hidden values of those that are not wanted become zero: which neurons a row wants hardly matters when together the
+//! rows want all of them. The bits are those of a row alone.
+//!
 //! One row alone goes through list by list: the neurons of a chunk that it wants, their gates, then what is left of
 //! them. A batch goes through in tiles of 16 rows, each row as if it were alone.
 
@@ -19,6 +23,7 @@ use powerinfer_sparse_ops::{
 };
 
 use crate::input::{Forms, Input, InputBuffers};
+use crate::kernel::gemm;
 use crate::kernel::{AXPY_ROWS, axpy, axpy_scaled, dot_list, dot_rows, prefetch};
 use crate::level::CpuLevel;
 use crate::matmul::{Cpu, matmul};
@@ -136,6 +141,16 @@ impl LayerFfn {
     fn n_ff(&self) -> usize {
         self.up.n_rows()
     }
+
+    /// Whether batches can be taken all neurons at a time.
+    fn has_gemm(&self, level: CpuLevel) -> bool {
+        let dots = self.gate.iter().chain([&self.up]).all(|w| gemm::has_gemm(level, w.ty()));
+        dots && match &self.down {
+            Down::ByNeuron(down) => gemm::has_down(level, down.ty()),
+            Down::Relaid(_) => gemm::has_down(level, WeightType::Q8_0),
+            Down::ByOutput(_) => true,
+        }
+    }
 }
 
 /// Room for one layer at a time.
@@ -143,7 +158,7 @@ impl LayerFfn {
 pub(crate) struct FfnScratch {
     /// Sums of the chunks, `[CHUNKS, TILE_ROWS, n_embd]`.
     sums: Vec<f32>,
-    /// Hidden vectors, `[n_rows, n_ff]`; only for down by output.
+    /// Hidden vectors, `[n_rows, n_ff]`; only for down by output and for batches.
     hidden: Vec<f32>,
     /// For each neuron, which of its rows were read in this step.
     read: Vec<AtomicU8>,
@@ -156,7 +171,7 @@ impl FfnScratch {
         if by_neuron {
             grow(&mut self.sums, CHUNKS * TILE_ROWS.min(max_rows) * spec.n_embd);
         }
-        if by_output {
+        if by_output || max_rows >= gemm::MIN_ROWS {
             grow(&mut self.hidden, max_rows * spec.max_n_ff());
         }
         self.read.resize_with(spec.max_n_ff(), AtomicU8::default);
@@ -213,6 +228,9 @@ pub(crate) fn ffn(
     }
     let FfnScratch { sums, hidden, read } = scratch;
     let n_ff = layer.n_ff();
+    if n_rows >= gemm::MIN_ROWS && layer.has_gemm(cpu.level) {
+        return many(cpu, spec, layer, input, &mut hidden[..n_rows * n_ff], buffers, out);
+    }
     read[..n_ff].iter_mut().for_each(|r| *r.get_mut() = 0);
     let forms = layer
         .gate
@@ -274,6 +292,118 @@ pub(crate) fn ffn(
         gate_rows: counts.gate.into_inner(),
         up_rows: counts.up.into_inner(),
         down_rows: counts.down.into_inner(),
+        active_neurons: counts.active.into_inner(),
+        fired_neurons: counts.fired.into_inner(),
+        owned_neurons: (n_rows * layer.owned.len()) as u64,
+        ..StepCost::default()
+    }
+}
+
+/// All neurons for all rows; see the module text.
+fn many(
+    cpu: &mut Cpu,
+    spec: &ModelSpec,
+    layer: &LayerFfn,
+    input: &FfnInput,
+    hidden: &mut [f32],
+    buffers: &mut InputBuffers,
+    out: &mut [f32],
+) -> StepCost {
+    let (level, n_rows, n_ff) = (cpu.level, input.active.n_rows(), layer.n_ff());
+    let gate_ty = layer.gate.as_ref().map_or(layer.up.ty(), Rows::ty);
+    let x = buffers.prepare(
+        &mut cpu.pool,
+        &input.x,
+        spec.n_embd,
+        Forms::of(gate_ty).and(Forms::of(layer.up.ty())),
+    );
+    let counts = Counts::default();
+    let step = LayerStep { spec, level, layer, input, x, skip: false, read: &[], counts: &counts };
+    let wants = |block: usize, row: usize| step.wanted(block, row..row + 1)[0];
+    // Gates first, where hidden values will be.
+    if let Some(gate) = &layer.gate {
+        let x = cpu.buffers.prepare(&mut cpu.pool, gate.ty(), x);
+        cpu.pool.run_columns_with(hidden, n_ff, gemm::BAND_ROWS, &mut cpu.locals, |_, hidden, local| {
+            gemm::gemm(level, gate, hidden.range(), &x, local, &mut |row, at, gates| {
+                for (to, gate) in hidden.row(row)[at..].iter_mut().zip(gates) {
+                    *to = spec.activation.apply(*gate);
+                }
+            });
+        });
+    }
+    let x = cpu.buffers.prepare(&mut cpu.pool, layer.up.ty(), x);
+    cpu.pool.run_columns_with(hidden, n_ff, gemm::BAND_ROWS, &mut cpu.locals, |_, hidden, local| {
+        let neurons = hidden.range();
+        let gated = layer.gate.is_some();
+        gemm::gemm(level, &layer.up, neurons.clone(), &x, local, &mut |row, at, ups| {
+            for (i, (to, up)) in hidden.row(row)[at..].iter_mut().zip(ups).enumerate() {
+                let gate = if gated { *to } else { 1.0 };
+                *to = step.hidden_value(neurons.start + at + i, gate, *up);
+            }
+        });
+        let (mut n_active, mut n_fired) = (0, 0);
+        for row in 0..n_rows {
+            for (block, values) in (neurons.start / BLOCK..).zip(hidden.row(row).chunks_mut(BLOCK)) {
+                let wanted = wants(block, row);
+                n_active += wanted.count_ones() as usize;
+                for (bit, value) in values.iter_mut().enumerate() {
+                    *value = if wanted >> bit & 1 == 1 { *value } else { 0.0 };
+                    n_fired += usize::from(*value != 0.0);
+                }
+            }
+        }
+        count(&counts.active, n_active);
+        count(&counts.fired, n_fired);
+    });
+    let n_chunks = CHUNKS.min(n_ff.div_ceil(BLOCK));
+    let down_bytes = match &layer.down {
+        Down::ByNeuron(down) => {
+            let hidden = &*hidden;
+            cpu.pool.run_columns_with(
+                out,
+                spec.n_embd,
+                gemm::BAND_COLUMNS,
+                &mut cpu.locals,
+                |_, out, local| {
+                    gemm::down(level, down.ty(), |i| down.bytes(i), hidden, n_ff, n_chunks, local, out);
+                },
+            );
+            down.n_bytes()
+        }
+        Down::Relaid(down) => {
+            let hidden = &*hidden;
+            cpu.pool.run_columns_with(
+                out,
+                spec.n_embd,
+                gemm::BAND_COLUMNS,
+                &mut cpu.locals,
+                |_, out, local| {
+                    gemm::down_scaled(
+                        level,
+                        |b| down.block(b),
+                        spec.n_embd,
+                        hidden,
+                        n_ff,
+                        n_chunks,
+                        local,
+                        out,
+                    );
+                },
+            );
+            n_ff * down.value_bytes() + n_ff / BLOCK * down.scale_bytes()
+        }
+        Down::ByOutput(down) => {
+            let hidden = buffers.prepare(&mut cpu.pool, hidden, n_ff, Forms::of(down.ty()));
+            matmul(cpu, down, &hidden, None, out);
+            down.n_bytes()
+        }
+    };
+    let products = (n_rows * n_ff) as u64;
+    StepCost {
+        weight_bytes: (layer.gate.as_ref().map_or(0, Rows::n_bytes) + layer.up.n_bytes() + down_bytes) as u64,
+        gate_rows: if layer.gate.is_some() { products } else { 0 },
+        up_rows: products,
+        down_rows: products,
         active_neurons: counts.active.into_inner(),
         fired_neurons: counts.fired.into_inner(),
         owned_neurons: (n_rows * layer.owned.len()) as u64,

@@ -204,6 +204,11 @@ impl<'a> Input<'a> {
         rows_of(self.x, self.n_cols, rows)
     }
 
+    /// All vectors as they are, `[n_rows, n_cols]`.
+    pub(crate) fn all_f32(&self) -> &'a [f32] {
+        self.x
+    }
+
     /// Some vectors in blocks of 32.
     #[inline]
     pub(crate) fn x8s<const T: usize>(&self, rows: [usize; T]) -> [PlanarX<'a>; T] {

@@ -1,7 +1,8 @@
 //! Matrix products: rows of weights are shared out, each is multiplied with the whole batch.
 
 use crate::input::Input;
-use crate::kernel::{TILE, dot_rows};
+use crate::kernel::gemm::{self, Buffers, Local};
+use crate::kernel::{TILE, dot_rows, dot_run};
 use crate::level::CpuLevel;
 use crate::pool::{Columns, Pool};
 use crate::rows::Rows;
@@ -19,6 +20,22 @@ const BATCH: usize = 16;
 pub(crate) struct Cpu {
     pub(crate) pool: Pool,
     pub(crate) level: CpuLevel,
+    /// For matrix-matrix products, one a thread.
+    pub(crate) locals: Vec<Local>,
+    pub(crate) buffers: Buffers,
+}
+
+impl Cpu {
+    pub(crate) fn new(pool: Pool, level: CpuLevel) -> Self {
+        let locals = (0..pool.n_threads()).map(|_| Local::default()).collect();
+        Self { pool, level, locals, buffers: Buffers::default() }
+    }
+
+    /// Makes room for batches of `n_rows` vectors of up to `n_cols` values.
+    pub(crate) fn reserve(&mut self, n_rows: usize, n_cols: usize) {
+        self.locals.iter_mut().for_each(|local| local.reserve(n_rows, n_cols));
+        self.buffers.reserve(n_rows, n_cols);
+    }
 }
 
 /// `out = x · Wᵀ (+ bias)`.
@@ -33,15 +50,32 @@ pub(crate) fn matmul(cpu: &mut Cpu, w: &Rows, x: &Input<'_>, bias: Option<&[f32]
     assert_eq!(w.n_cols(), x.n_cols(), "input length of [{}, {n_out}] weights", w.n_cols());
     assert_eq!(out.len(), x.n_rows() * n_out, "output of {} rows of {n_out}", x.n_rows());
     let level = cpu.level;
+    if x.n_rows() >= gemm::MIN_ROWS && gemm::has_gemm(level, w.ty()) {
+        let x = cpu.buffers.prepare(&mut cpu.pool, w.ty(), *x);
+        cpu.pool.run_columns_with(out, n_out, gemm::BAND_ROWS, &mut cpu.locals, |_, out, local| {
+            gemm::gemm(level, w, out.range(), &x, local, &mut |row, at, products| {
+                out.row(row)[at..at + products.len()].copy_from_slice(products);
+            });
+            add_bias(bias, out);
+        });
+        return;
+    }
     cpu.pool.run_columns(out, n_out, ROWS, |_, out| {
-        products(level, w, x, out);
-        if let Some(bias) = bias {
-            let columns = out.range();
-            for row in 0..out.n_rows() {
-                crate::ops::add(out.row(row), &bias[columns.clone()]);
-            }
+        if x.n_rows() == 1 {
+            dot_run(level, w, out.range(), x, out.row(0));
+        } else {
+            products(level, w, x, out);
         }
+        add_bias(bias, out);
     });
+}
+
+fn add_bias(bias: Option<&[f32]>, out: &mut Columns<'_, f32>) {
+    let Some(bias) = bias else { return };
+    let columns = out.range();
+    for row in 0..out.n_rows() {
+        crate::ops::add(out.row(row), &bias[columns.clone()]);
+    }
 }
 
 /// The products with the weight rows that `out` has columns for.

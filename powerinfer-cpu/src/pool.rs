@@ -212,7 +212,8 @@ impl Pool {
     }
 
     /// Calls `f(chunk, worker)` once for each `chunk` in `0..n_chunks`, on whatever threads are free, and
-    /// returns when all are done. `worker` is below [`Pool::n_threads`], and never the same on two threads.
+    /// returns when all are done. `worker` is below [`Pool::n_threads`], and never the same on two threads
+    /// (WORKER-ONCE).
     ///
     /// # Panics
     /// If a call panics: with the payload of one of those that did. Chunks not begun by then are left out.
@@ -329,15 +330,40 @@ impl Pool {
         band_len: usize,
         f: F,
     ) {
+        // As many as there are threads at most; without a size, so nothing is made.
+        let mut nothing = [(); 1 << 16];
+        self.run_columns_with(data, width, band_len, &mut nothing, |band, columns, ()| f(band, columns));
+    }
+
+    /// As [`Pool::run_columns`], with something for the thread that does the work: `f(band index, band, local)`.
+    ///
+    /// # Panics
+    /// As [`Pool::run_columns`], or if there are fewer `locals` than threads.
+    pub fn run_columns_with<T: Send, L: Send, F: Fn(usize, &mut Columns<'_, T>, &mut L) + Sync>(
+        &mut self,
+        data: &mut [T],
+        width: usize,
+        band_len: usize,
+        locals: &mut [L],
+        f: F,
+    ) {
         if data.is_empty() {
             return;
         }
         assert!(data.len().is_multiple_of(width), "{} elements in rows of {width}", data.len());
+        let (n_locals, n_threads) = (locals.len(), self.n_threads());
+        assert!(n_locals >= n_threads, "{n_locals} buffers for {n_threads} threads");
         let n_rows = data.len() / width;
         let base = Base(data.as_mut_ptr());
-        self.run(width.div_ceil(band_len), |band, _| {
+        let locals = Base(locals.as_mut_ptr());
+        self.run(width.div_ceil(band_len), |band, worker| {
             let columns = band * band_len..width.min((band + 1) * band_len);
-            f(band, &mut Columns { base: base.get(), n_rows, width, columns, data: PhantomData });
+            let local = locals.get().wrapping_add(worker);
+            // SAFETY: WORKER-ONCE: `worker` is below the number of threads, so the element is inside the array, which
+            // is borrowed mutably meanwhile; no two threads have the same number at a time, and a thread is in one
+            // call at a time.
+            let local = unsafe { &mut *local };
+            f(band, &mut Columns { base: base.get(), n_rows, width, columns, data: PhantomData }, local);
         });
     }
 }
@@ -365,7 +391,7 @@ impl<T> Base<T> {
 }
 
 // SAFETY: the pointer itself is only copied. What is done with it is `Columns::row`, which keeps to one band, and
-// each band goes to one call (BAND-ONCE); the elements are `Send`.
+// each band goes to one call (BAND-ONCE), and the choice of one element a thread (WORKER-ONCE); the elements are `Send`.
 unsafe impl<T: Send> Sync for Base<T> {}
 
 /// A band of columns of a row-major array, for one thread.

@@ -7,6 +7,8 @@
 //! The bits of a result depend on the level, the row and the vector, and on nothing else: the form for
 //! several vectors does for each what the form for one does, in the same order.
 
+use std::ops::Range;
+
 use powerinfer_sparse_ops::WeightType;
 
 use crate::input::Input;
@@ -18,6 +20,7 @@ use crate::rows::Rows;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+pub(crate) mod gemm;
 mod scalar;
 
 /// Vectors that a row is multiplied with at once. Four sums with two parts each, the weights and the scale fill
@@ -66,11 +69,44 @@ pub(crate) fn dot_list(level: CpuLevel, w: &Rows, list: &[u32], x: &Input<'_>, o
         if let Some(next) = groups.get(i + 1) {
             next.iter().for_each(|&row| prefetch(w.bytes(row as usize)));
         }
-        *out = group.map(|row| dot(level, w.row(row as usize), x, [0])[0]);
+        *out = dot_group(level, group.map(|row| w.row(row as usize)), x);
     }
     for (&row, out) in rest.iter().zip(&mut out[list.len() - rest.len()..]) {
-        [*out] = dot(level, w.row(row as usize), x, [0]);
+        [*out] = dot_group(level, [w.row(row as usize)], x);
     }
+}
+
+/// Dot products of the rows `rows` of `w` with the first vector of `x`.
+///
+/// # Shapes
+/// `out [rows.len()]`.
+pub(crate) fn dot_run(level: CpuLevel, w: &Rows, rows: Range<usize>, x: &Input<'_>, out: &mut [f32]) {
+    let (groups, rest) = out.as_chunks_mut::<DOT_ROWS>();
+    let mut row = rows.start;
+    for out in groups {
+        *out = dot_group(level, std::array::from_fn::<_, DOT_ROWS, _>(|i| w.row(row + i)), x);
+        row += DOT_ROWS;
+    }
+    for out in rest {
+        [*out] = dot_group(level, [w.row(row)], x);
+        row += 1;
+    }
+}
+
+/// Dot products of `R` rows with the first vector of `x`.
+fn dot_group<const R: usize>(level: CpuLevel, rows: [Row<'_>; R], x: &Input<'_>) -> [f32; R] {
+    #[cfg(target_arch = "x86_64")]
+    if let CpuLevel::Avx512(level) = level
+        && let Row::Floats(first) = rows[0]
+    {
+        let mut floats = [first; R];
+        for (floats, row) in floats.iter_mut().zip(rows) {
+            let Row::Floats(row) = row else { unreachable!("rows of one matrix have one type") };
+            *floats = row;
+        }
+        return avx512::float::dot_tile(level, floats, x.f32s([0])).map(|[sum]| sum);
+    }
+    rows.map(|row| dot(level, row, x, [0])[0])
 }
 
 /// Asks the memory for bytes that are read soon.
@@ -118,7 +154,10 @@ fn dot_floats<const T: usize>(level: CpuLevel, w: Floats<'_>, x: [&[f32]; T]) ->
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2(level) => avx2::dot::dot_floats(level, w, x),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(level) => avx2::dot::dot_floats(level.avx2(), w, x),
+        CpuLevel::Avx512(level) => {
+            let [sums] = avx512::float::dot_tile(level, [w], x);
+            sums
+        }
     }
 }
 
@@ -155,7 +194,7 @@ pub(crate) fn axpy<const N: usize>(
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2(level) => avx2::axpy::axpy(level, ty, a, rows, acc),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(level) => avx2::axpy::axpy(level.avx2(), ty, a, rows, acc),
+        CpuLevel::Avx512(level) => avx512::axpy::axpy(level, ty, a, rows, acc),
     }
 }
 
@@ -176,7 +215,7 @@ pub(crate) fn axpy_scaled(
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2(level) => avx2::axpy::axpy_scaled(level, terms, scales, values, acc),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(level) => avx2::axpy::axpy_scaled(level.avx2(), terms, scales, values, acc),
+        CpuLevel::Avx512(level) => avx512::axpy::axpy_scaled(level, terms, scales, values, acc),
     }
 }
 

@@ -3,5 +3,8 @@
 //! As in `avx2`, what is unsafe is one call from each safe entry, proven by the [`Avx512`](crate::Avx512) value
 //! (LEVEL-DETECTED).
 
-#[cfg_attr(not(test), expect(dead_code, reason = "matrix products do not use it yet"))]
+pub(super) mod axpy;
+pub(super) mod float;
 pub(super) mod int8;
+mod load;
+pub(super) mod scaled;
