@@ -10,13 +10,14 @@ use powerinfer_sparse_ops::{
 };
 
 use crate::attention::{KvCache, KvCaches, KvType, attention};
+use crate::cores::default_threads;
 use crate::ffn::{FfnScratch, LayerFfn, ffn};
 use crate::input::{Forms, Input, InputBuffers};
 use crate::kernel::{AXPY_TYPES, TILE, dot_rows};
 use crate::level::CpuLevel;
 use crate::matmul::{Cpu, matmul};
 use crate::ops::{add, add_batch, norm, rope_table, rotate};
-use crate::pool::{Pool, default_threads};
+use crate::pool::Pool;
 
 /// Name in messages and summaries.
 const NAME: &str = "cpu";

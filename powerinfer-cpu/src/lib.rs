@@ -21,6 +21,7 @@
 
 mod attention;
 mod backend;
+mod cores;
 mod ffn;
 mod input;
 mod kernel;
@@ -32,7 +33,8 @@ mod relaid;
 
 pub use attention::KvType;
 pub use backend::{CpuBackend, CpuOptions};
+pub use cores::default_threads;
 #[cfg(target_arch = "x86_64")]
 pub use level::{Avx2, Avx512};
 pub use level::CpuLevel;
-pub use pool::{Columns, Pool, default_threads};
+pub use pool::{Columns, Pool};

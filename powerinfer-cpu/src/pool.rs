@@ -29,25 +29,6 @@ const SPINS: u32 = 2000;
 /// The same with more threads than cores, where spinning takes the core from the one with work.
 const SPINS_CROWDED: u32 = 20;
 
-/// The number of threads to use if nobody says otherwise: the CPUs this process may run on, or the physical
-/// cores of the machine if these are fewer. A process that may run on two threads of one core still gets two.
-pub fn default_threads() -> usize {
-    let cpus = thread::available_parallelism().map_or(1, NonZeroUsize::get);
-    physical_cores().map_or(cpus, |cores| cores.clamp(1, cpus))
-}
-
-/// Physical cores of the machine, where the system tells.
-fn physical_cores() -> Option<usize> {
-    let mut cores = std::collections::BTreeSet::new();
-    for entry in std::fs::read_dir("/sys/devices/system/cpu").ok()?.flatten() {
-        let siblings = entry.path().join("topology/thread_siblings_list");
-        if let Ok(list) = std::fs::read_to_string(siblings) {
-            cores.insert(list);
-        }
-    }
-    (!cores.is_empty()).then_some(cores.len())
-}
-
 /// A closure with its type erased, and how many chunks it is called for.
 #[derive(Clone, Copy)]
 struct Job {
@@ -431,11 +412,5 @@ mod tests {
         pool.run_pieces(&mut data, 7, |piece, part| part.fill(piece as u32));
         assert_eq!((data[0], data[6], data[7], data[29]), (0, 0, 1, 4));
         pool.run_pieces(&mut [0u8; 0], 4, |_, _| panic!("there is nothing to do"));
-    }
-
-    #[test]
-    fn the_default_number_of_threads_is_sensible() {
-        let n = default_threads();
-        assert!(n >= 1 && n <= thread::available_parallelism().unwrap().get());
     }
 }
