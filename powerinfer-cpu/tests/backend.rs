@@ -14,8 +14,11 @@ use powerinfer_testing::tolerance::{NMSE_F32, assert_close};
 const TOKENS: [u32; 10] = [1, 17, 40, 3, 95, 60, 2, 33, 8, 9];
 
 fn backend(model: &TinyModel, threads: usize, level: CpuLevel, kv_type: KvType) -> CpuBackend {
-    CpuBackend::new(Arc::clone(&model.spec), CpuOptions { threads, level: Some(level), kv_type })
-        .expect("threads start")
+    CpuBackend::new(
+        Arc::clone(&model.spec),
+        CpuOptions { threads, level: Some(level), kv_type, ..CpuOptions::default() },
+    )
+    .expect("threads start")
 }
 
 #[test]

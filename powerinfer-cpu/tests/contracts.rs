@@ -20,8 +20,11 @@ const TOKENS: [u32; 21] = [1, 17, 40, 3, 95, 60, 2, 33, 8, 9, 10, 11, 12, 13, 90
 const MODES: [ActiveMode; 3] = [ActiveMode::Dense, ActiveMode::Exact, ActiveMode::Predictor];
 
 fn backend(spec: &Arc<ModelSpec>, threads: usize, level: CpuLevel, kv_type: KvType) -> CpuBackend {
-    CpuBackend::new(Arc::clone(spec), CpuOptions { threads, level: Some(level), kv_type })
-        .expect("threads start")
+    CpuBackend::new(
+        Arc::clone(spec),
+        CpuOptions { threads, level: Some(level), kv_type, ..CpuOptions::default() },
+    )
+    .expect("threads start")
 }
 
 fn loaded(model: &TinyModel, threads: usize, level: CpuLevel) -> CpuBackend {
