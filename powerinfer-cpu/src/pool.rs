@@ -142,8 +142,10 @@ pub struct Pool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
     epoch: u32,
-    /// Workers worth waking: there are no cores for more beside the caller. With twice or four times as many threads
-    /// as cores, waking all that had cores cost a tenth to a fifth of a decode step (2 cores, 135M weights in Q8_0).
+    /// Workers worth waking: there are no cores for more beside the caller. With 3, 4 and 8 threads on 2 quiet cores,
+    /// waking one more cost a tenth to a fifth of the speed of decoding (135M weights, Q8_0), and with this they
+    /// are as fast as 2. With another program busy on one of the cores it is the other way round: more threads get a
+    /// larger share.
     max_awake: usize,
 }
 
