@@ -12,6 +12,7 @@ use powerinfer_sparse_ops::{
 };
 
 use crate::attention::{KvCache, KvCaches, KvType, attention};
+use crate::cores::default_threads;
 use crate::ffn::{FfnScratch, LayerFfn, PlannedFfn, ffn};
 use crate::input::{Forms, Input, InputBuffers};
 use crate::kernel::{AXPY_TYPES, TILE, dot_rows};
@@ -19,7 +20,7 @@ use crate::level::CpuLevel;
 use crate::matmul::{Cpu, matmul};
 use crate::memory::{Memory, anonymous, open_cache, write_cache};
 use crate::ops::{add, add_batch, norm, rope_table, rotate};
-use crate::pool::{Pool, default_threads};
+use crate::pool::Pool;
 use crate::rows::{Planned, Planner, Rows};
 
 /// Name in messages and summaries.
@@ -30,6 +31,9 @@ const NAME: &str = "cpu";
 pub struct CpuOptions {
     /// Threads that compute, the caller included; 0 for [`default_threads`].
     pub threads: usize,
+    /// Keep each worker on a core of its own; off by default, since it gains nothing on a quiet machine and loses on a
+    /// busy one. See [`Pool::try_pinned`].
+    pub pin: bool,
     /// Instruction set; `None` for the best of this CPU.
     pub level: Option<CpuLevel>,
     /// How keys and values are kept.
@@ -179,7 +183,8 @@ impl CpuBackend {
                 reason: format!("{threads} threads are asked for, at most {MAX_THREADS} are made"),
             });
         }
-        let pool = Pool::try_new(threads).map_err(|error| BackendError::Unavailable {
+        let pool = if options.pin { Pool::try_pinned(threads) } else { Pool::try_new(threads) };
+        let pool = pool.map_err(|error| BackendError::Unavailable {
             backend: NAME.into(),
             reason: format!("{threads} threads could not be started: {error}"),
         })?;

@@ -21,6 +21,7 @@
 
 mod attention;
 mod backend;
+mod cores;
 mod ffn;
 mod input;
 mod kernel;
@@ -38,4 +39,5 @@ pub use backend::{CpuBackend, CpuOptions, WeightHome};
 pub use level::CpuLevel;
 #[cfg(target_arch = "x86_64")]
 pub use level::{Avx2, Avx512};
-pub use pool::{Columns, Pool, default_threads};
+pub use cores::default_threads;
+pub use pool::{Columns, Pool};

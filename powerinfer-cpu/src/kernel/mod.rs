@@ -143,7 +143,12 @@ pub(crate) fn dot<const T: usize>(
             #[cfg(target_arch = "x86_64")]
             CpuLevel::Avx2(level) => avx2::dot::dot(level, ty, w, x, rows),
             #[cfg(target_arch = "x86_64")]
-            CpuLevel::Avx512(level) => avx2::dot::dot(level.avx2(), ty, w, x, rows),
+            CpuLevel::Avx512(level) => match ty {
+                WeightType::Q4_K | WeightType::Q5_K | WeightType::Q6_K => {
+                    avx512::kquant::dot(level, ty, w, x.x8ks(rows))
+                }
+                _ => avx2::dot::dot(level.avx2(), ty, w, x, rows),
+            },
         },
     }
 }

@@ -247,6 +247,41 @@ fn extreme_integers_do_not_overflow() {
 }
 
 #[test]
+fn blocks_of_256_are_exact_on_small_integers() {
+    // Scales of 1 and inputs that are their own 8-bit form: no sum reaches 2^24, so every level has every bit right.
+    let mut pool = Pool::try_new(1).unwrap();
+    let mut random = Random::new(4);
+    for n in [256, 512, 768] {
+        let mut x: Vec<f32> = (0..n).map(|_| random.below(9) as f32 - 4.0).collect();
+        x.iter_mut().step_by(256).for_each(|x| *x = -128.0);
+        let mut buffers = InputBuffers::default();
+        buffers.reserve(1, n);
+        let input = buffers.prepare(&mut pool, &x, n, Forms { x8: false, x8k: true });
+        for (ty, scales) in [
+            (WeightType::Q2_K, &[80, 82][..]),
+            (WeightType::Q3_K, &[108]),
+            (WeightType::Q4_K, &[0, 2]),
+            (WeightType::Q5_K, &[0, 2]),
+            (WeightType::Q6_K, &[208]),
+        ] {
+            let mut bytes: Vec<u8> = (0..ty.row_bytes(n).unwrap()).map(|_| random.next_u64() as u8).collect();
+            for block in bytes.chunks_exact_mut(ty.block_bytes()) {
+                for &at in scales {
+                    block[at..at + 2].copy_from_slice(&half::f16::ONE.to_le_bytes());
+                }
+            }
+            let mut w = vec![0.0; n];
+            decode_row(ty, &bytes, &mut w);
+            let (want, _) = reference_dot(&w, &x);
+            for level in CpuLevel::available() {
+                let got = dot(level, Row::Blocks(ty, &bytes), &input, [0, 0]);
+                assert_eq!(got.map(f64::from), [want; 2], "{} {ty} of {n}", level.name());
+            }
+        }
+    }
+}
+
+#[test]
 fn scaled_rows_match_the_sum_and_zero_factors_change_nothing() {
     let mut random = Random::new(3);
     for n in (1..=70).chain([333]) {

@@ -6,5 +6,6 @@
 pub(super) mod axpy;
 pub(super) mod float;
 pub(super) mod int8;
+pub(super) mod kquant;
 mod load;
 pub(super) mod scaled;
