@@ -9,7 +9,7 @@ use powerinfer_sparse_ops::{
     PredictorWeights, SeqId, ShapeError, Step, StepCost, Ticket, WeightMatrix, WeightType,
 };
 
-use crate::attention::{KvCache, KvCaches, KvType, attention};
+use crate::attention::{AttentionScratch, KvCache, KvCaches, KvType, Queries, attention};
 use crate::ffn::{FfnScratch, LayerFfn, ffn};
 use crate::input::{Forms, Input, InputBuffers};
 use crate::kernel::{AXPY_TYPES, TILE, dot_rows};
@@ -87,6 +87,7 @@ struct Scratch {
     position: Vec<f32>,
     /// Inner values of a predictor, `[n_rows, rank]`.
     inner: Vec<f32>,
+    attention: AttentionScratch,
     inputs: InputBuffers,
     ffn: FfnScratch,
     /// Partial sums between start and finish; two, so that the next layer may start before the last is finished.
@@ -105,9 +106,18 @@ impl CpuBackend {
     /// A backend for models of this shape, holding nothing yet.
     ///
     /// # Errors
-    /// [`BackendError::Unavailable`] if there are to be more than 1024 threads, or the system refuses them.
+    /// [`BackendError::Unavailable`] if there are to be more than 1024 threads, or the system refuses them;
+    /// [`BackendError::KvBlocks`] if a head is not whole blocks of the type that keys and values are kept in.
     pub fn new(spec: Arc<ModelSpec>, options: CpuOptions) -> Result<Self, BackendError> {
         const MAX_THREADS: usize = 1024;
+        if !spec.head_dim.is_multiple_of(options.kv_type.block_len()) {
+            return Err(BackendError::KvBlocks {
+                backend: NAME.into(),
+                kv_type: options.kv_type.name(),
+                block_len: options.kv_type.block_len(),
+                head_dim: spec.head_dim,
+            });
+        }
         let threads = if options.threads == 0 { default_threads() } else { options.threads };
         if threads > MAX_THREADS {
             return Err(BackendError::Unavailable {
@@ -165,6 +175,7 @@ impl CpuBackend {
         let n_pairs = spec.rope.as_ref().map_or(0, |r| r.freqs.len());
         s.rope.resize(s.rope.len().max(rows * n_pairs), (1.0, 0.0));
         s.inputs.reserve(rows * spec.n_embd.max(spec.q_dim()).max(rank).max(hidden));
+        s.attention.reserve(spec, self.cpu.pool.n_threads(), self.caches.max_len());
         s.ffn.reserve(spec, rows, by_neuron, by_output);
     }
 
@@ -203,10 +214,7 @@ fn linear(cpu: &mut Cpu, l: &Linear, x: &Input<'_>, out: &mut [f32]) {
 
 impl HybridBackend for CpuBackend {
     fn info(&self) -> BackendInfo {
-        let kv = match self.kv_type {
-            KvType::F16 => "F16",
-            KvType::F32 => "F32",
-        };
+        let kv = self.kv_type.name();
         let mut description =
             format!("{}, {} threads, {kv} cache", self.cpu.level.name(), self.cpu.pool.n_threads());
         let ffns = || self.layers.iter().filter_map(|l| l.ffn.as_ref());
@@ -352,16 +360,17 @@ impl HybridBackend for CpuBackend {
             rotate(&mut cpu.pool, rope, spec.head_dim, &s.rope, q, spec.q_dim());
             rotate(&mut cpu.pool, rope, spec.head_dim, &s.rope, k, spec.kv_dim());
         }
-        self.caches.write(spec, layer.index(), step.rows, k, v);
+        self.caches.write(&mut cpu.pool, spec, layer.index(), step.rows, k, v);
         let mixed = &mut s.mixed[..n * spec.q_dim()];
-        attention(cpu, spec, &self.caches, layer.index(), step.rows, q, mixed);
+        let queries = Queries { spec, caches: &self.caches, layer: layer.index(), rows: step.rows, q };
+        attention(cpu, &mut s.attention, queries, mixed);
         let input = s.inputs.prepare(&mut cpu.pool, mixed, spec.q_dim(), Forms::of(w.output.weight.ty()));
         linear(cpu, &w.output, &input, x);
         add_batch(&mut cpu.pool, h, x);
 
         let weight_bytes: usize = [&w.q, &w.k, &w.v, &w.output].iter().map(|l| l.weight.n_bytes()).sum();
         self.cost.weight_bytes += weight_bytes as u64;
-        let position_bytes = (2 * spec.kv_dim() * self.kv_type.n_bytes()) as u64;
+        let position_bytes = 2 * self.kv_type.n_bytes(spec.kv_dim()) as u64;
         self.cost.kv_bytes += step.rows.iter().map(|r| (u64::from(r.pos) + 1) * position_bytes).sum::<u64>();
     }
 

@@ -278,15 +278,36 @@ impl Pool {
         band_len: usize,
         f: F,
     ) {
+        let n_rows = data.len().checked_div(width).unwrap_or(0);
+        self.run_tiles(data, width, n_rows, band_len, |_, band, columns| f(band, columns));
+    }
+
+    /// Sees `data` as rows of `width`, and cuts it into tiles of `n_rows` rows and `n_columns` columns (the last ones
+    /// may be smaller); calls `f(tile row, tile column, tile)` once for each.
+    ///
+    /// # Panics
+    /// If `data` is not whole rows, a size is 0 where there are data, or a call panics.
+    pub fn run_tiles<T: Send, F: Fn(usize, usize, &mut Columns<'_, T>) + Sync>(
+        &mut self,
+        data: &mut [T],
+        width: usize,
+        n_rows: usize,
+        n_columns: usize,
+        f: F,
+    ) {
         if data.is_empty() {
             return;
         }
         assert!(data.len().is_multiple_of(width), "{} elements in rows of {width}", data.len());
-        let n_rows = data.len() / width;
+        let all_rows = data.len() / width;
+        let n_bands = width.div_ceil(n_columns);
         let base = Base(data.as_mut_ptr());
-        self.run(width.div_ceil(band_len), |band, _| {
-            let columns = band * band_len..width.min((band + 1) * band_len);
-            f(band, &mut Columns { base: base.get(), n_rows, width, columns, data: PhantomData });
+        self.run(all_rows.div_ceil(n_rows) * n_bands, |tile, _| {
+            let (tile, band) = (tile / n_bands, tile % n_bands);
+            let (start, columns) = (tile * n_rows, band * n_columns..width.min((band + 1) * n_columns));
+            let n_rows = n_rows.min(all_rows - start);
+            let base = base.get().wrapping_add(start * width);
+            f(tile, band, &mut Columns { base, n_rows, width, columns, data: PhantomData });
         });
     }
 }
@@ -317,9 +338,9 @@ impl<T> Base<T> {
 // each band goes to one call (BAND-ONCE); the elements are `Send`.
 unsafe impl<T: Send> Sync for Base<T> {}
 
-/// A band of columns of a row-major array, for one thread.
+/// A band of columns of a row-major array or of some of its rows, for one thread.
 ///
-/// Invariant BAND-ONCE: made by [`Pool::run_columns`] alone, which borrows the whole array mutably while it runs,
+/// Invariant BAND-ONCE: made by [`Pool::run_tiles`] alone, which borrows the whole array mutably while it runs,
 /// makes one for each band, and bands do not overlap.
 #[derive(Debug)]
 pub struct Columns<'a, T> {

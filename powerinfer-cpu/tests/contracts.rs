@@ -38,7 +38,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 #[test]
 fn contracts_hold_at_every_level() {
     for level in CpuLevel::available() {
-        for kv_type in [KvType::F32, KvType::F16] {
+        for kv_type in [KvType::F32, KvType::F16, KvType::Q8_0] {
             let make = |threads: usize| {
                 move |spec: Arc<ModelSpec>| -> Box<dyn HybridBackend> {
                     Box::new(backend(&spec, threads, level, kv_type))

@@ -12,6 +12,7 @@ use powerinfer_sparse_ops::WeightType;
 use crate::input::Input;
 use crate::level::CpuLevel;
 
+pub(crate) mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -72,6 +73,7 @@ pub(crate) fn dot<const T: usize>(
 ///
 /// # Panics
 /// If `ty` is quantised.
+#[cfg(test)]
 pub(crate) fn dot_f32(level: CpuLevel, ty: WeightType, row: &[u8], x: &[f32]) -> f32 {
     let Some(floats) = Floats::of_row(ty, row) else { unreachable!("{ty} is no plain float type") };
     let [sum] = match level {

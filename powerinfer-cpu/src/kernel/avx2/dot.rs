@@ -32,6 +32,7 @@ pub(in crate::kernel) fn dot<const T: usize>(
 }
 
 /// Plain floats.
+#[cfg(test)]
 pub(in crate::kernel) fn dot_floats<const T: usize>(_: Avx2, w: Floats<'_>, x: [&[f32]; T]) -> [f32; T] {
     // SAFETY: LEVEL-DETECTED.
     unsafe { dot_floats_inner(w, x) }
