@@ -68,6 +68,16 @@ pub(crate) enum LevelName {
     Avx2,
 }
 
+/// How keys and values are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum KvTypeName {
+    F16,
+    F32,
+    /// A little over half the bytes of f16; for heads of a multiple of 32 values.
+    #[value(name = "q8_0")]
+    Q8_0,
+}
+
 /// The model and how it is loaded; the same for every command that runs one.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Model")]
@@ -103,6 +113,9 @@ pub(crate) struct DeviceArgs {
     /// Instruction set; the best of this CPU unless given
     #[arg(long, value_enum, value_name = "NAME")]
     pub(crate) cpu_level: Option<LevelName>,
+    /// How keys and values of the context are kept; f16 unless given
+    #[arg(long, value_enum, value_name = "NAME")]
+    pub(crate) kv_type: Option<KvTypeName>,
 }
 
 /// Continues a prompt.

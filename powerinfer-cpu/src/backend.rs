@@ -11,7 +11,7 @@ use powerinfer_sparse_ops::{
     SeqId, ShapeError, Step, StepCost, Ticket, WeightMatrix, WeightType,
 };
 
-use crate::attention::{KvCache, KvCaches, KvType, attention};
+use crate::attention::{AttentionScratch, KvCache, KvCaches, KvType, Queries, attention};
 use crate::cores::default_threads;
 use crate::ffn::{FfnScratch, LayerFfn, PlannedFfn, ffn};
 use crate::input::{Forms, Input, InputBuffers};
@@ -155,6 +155,7 @@ struct Scratch {
     position: Vec<f32>,
     /// Inner values of a predictor, `[n_rows, rank]`.
     inner: Vec<f32>,
+    attention: AttentionScratch,
     inputs: InputBuffers,
     ffn: FfnScratch,
     /// Partial sums between start and finish; two, so that the next layer may start before the last is finished.
@@ -173,9 +174,18 @@ impl CpuBackend {
     /// A backend for models of this shape, holding nothing yet.
     ///
     /// # Errors
-    /// [`BackendError::Unavailable`] if there are to be more than 1024 threads, or the system refuses them.
+    /// [`BackendError::Unavailable`] if there are to be more than 1024 threads, or the system refuses them;
+    /// [`BackendError::KvBlocks`] if a head is not whole blocks of the type that keys and values are kept in.
     pub fn new(spec: Arc<ModelSpec>, options: CpuOptions) -> Result<Self, BackendError> {
         const MAX_THREADS: usize = 1024;
+        if !spec.head_dim.is_multiple_of(options.kv_type.block_len()) {
+            return Err(BackendError::KvBlocks {
+                backend: NAME.into(),
+                kv_type: options.kv_type.name(),
+                block_len: options.kv_type.block_len(),
+                head_dim: spec.head_dim,
+            });
+        }
         let threads = if options.threads == 0 { default_threads() } else { options.threads };
         if threads > MAX_THREADS {
             return Err(BackendError::Unavailable {
@@ -241,6 +251,7 @@ impl CpuBackend {
         s.rope.resize(s.rope.len().max(rows * n_pairs), (1.0, 0.0));
         s.inputs.reserve(rows, spec.n_embd.max(spec.q_dim()).max(rank).max(hidden));
         self.cpu.reserve(rows, spec.n_embd.max(spec.q_dim()).max(rank).max(hidden));
+        s.attention.reserve(spec, self.cpu.pool.n_threads(), self.caches.max_len());
         s.ffn.reserve(spec, rows, by_neuron, by_output);
     }
 
@@ -306,10 +317,7 @@ fn dense(layers: &[Layer], layer: LayerId) -> &Dense {
 
 impl HybridBackend for CpuBackend {
     fn info(&self) -> BackendInfo {
-        let kv = match self.kv_type {
-            KvType::F16 => "F16",
-            KvType::F32 => "F32",
-        };
+        let kv = self.kv_type.name();
         let mut description =
             format!("{}, {} threads, {kv} cache", self.cpu.level.name(), self.cpu.pool.n_threads());
         let mib = self.weight_bytes as f64 / (1 << 20) as f64;
@@ -492,16 +500,17 @@ impl HybridBackend for CpuBackend {
             rotate(&mut cpu.pool, rope, spec.head_dim, &s.rope, q, spec.q_dim());
             rotate(&mut cpu.pool, rope, spec.head_dim, &s.rope, k, spec.kv_dim());
         }
-        self.caches.write(spec, layer.index(), step.rows, k, v);
+        self.caches.write(&mut cpu.pool, spec, layer.index(), step.rows, k, v);
         let mixed = &mut s.mixed[..n * spec.q_dim()];
-        attention(cpu, spec, &self.caches, layer.index(), step.rows, q, mixed);
+        let queries = Queries { spec, caches: &self.caches, layer: layer.index(), rows: step.rows, q };
+        attention(cpu, &mut s.attention, queries, mixed);
         let input = s.inputs.prepare(&mut cpu.pool, mixed, spec.q_dim(), Forms::of(w.output.ty()));
         matmul(cpu, &w.output, &input, biases.output.bias.as_deref(), x);
         add_batch(&mut cpu.pool, h, x);
 
         let weight_bytes: usize = [&w.q, &w.k, &w.v, &w.output].map(Rows::n_bytes).into_iter().sum();
         self.cost.weight_bytes += weight_bytes as u64;
-        let position_bytes = (2 * spec.kv_dim() * self.kv_type.n_bytes()) as u64;
+        let position_bytes = 2 * self.kv_type.n_bytes(spec.kv_dim()) as u64;
         self.cost.kv_bytes += step.rows.iter().map(|r| (u64::from(r.pos) + 1) * position_bytes).sum::<u64>();
     }
 

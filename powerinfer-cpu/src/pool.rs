@@ -335,9 +335,37 @@ impl Pool {
         band_len: usize,
         f: F,
     ) {
-        // As many as there are threads at most; without a size, so nothing is made.
-        let mut nothing = [(); 1 << 16];
-        self.run_columns_with(data, width, band_len, &mut nothing, |band, columns, ()| f(band, columns));
+        let n_rows = data.len().checked_div(width).unwrap_or(0);
+        self.run_tiles(data, width, n_rows, band_len, |_, band, columns| f(band, columns));
+    }
+
+    /// Sees `data` as rows of `width`, and cuts it into tiles of `n_rows` rows and `n_columns` columns (the last ones
+    /// may be smaller); calls `f(tile row, tile column, tile)` once for each.
+    ///
+    /// # Panics
+    /// If `data` is not whole rows, a size is 0 where there are data, or a call panics.
+    pub fn run_tiles<T: Send, F: Fn(usize, usize, &mut Columns<'_, T>) + Sync>(
+        &mut self,
+        data: &mut [T],
+        width: usize,
+        n_rows: usize,
+        n_columns: usize,
+        f: F,
+    ) {
+        if data.is_empty() {
+            return;
+        }
+        assert!(data.len().is_multiple_of(width), "{} elements in rows of {width}", data.len());
+        let all_rows = data.len() / width;
+        let n_bands = width.div_ceil(n_columns);
+        let base = Base(data.as_mut_ptr());
+        self.run(all_rows.div_ceil(n_rows) * n_bands, |tile, _| {
+            let (tile, band) = (tile / n_bands, tile % n_bands);
+            let (start, columns) = (tile * n_rows, band * n_columns..width.min((band + 1) * n_columns));
+            let n_rows = n_rows.min(all_rows - start);
+            let base = base.get().wrapping_add(start * width);
+            f(tile, band, &mut Columns { base, n_rows, width, columns, data: PhantomData });
+        });
     }
 
     /// As [`Pool::run_columns`], with something for the thread that does the work: `f(band index, band, local)`.
@@ -352,12 +380,12 @@ impl Pool {
         locals: &mut [L],
         f: F,
     ) {
+        let (n_locals, n_threads) = (locals.len(), self.n_threads());
+        assert!(n_locals >= n_threads, "{n_locals} buffers for {n_threads} threads");
         if data.is_empty() {
             return;
         }
         assert!(data.len().is_multiple_of(width), "{} elements in rows of {width}", data.len());
-        let (n_locals, n_threads) = (locals.len(), self.n_threads());
-        assert!(n_locals >= n_threads, "{n_locals} buffers for {n_threads} threads");
         let n_rows = data.len() / width;
         let base = Base(data.as_mut_ptr());
         let locals = Base(locals.as_mut_ptr());
@@ -399,10 +427,10 @@ impl<T> Base<T> {
 // each band goes to one call (BAND-ONCE), and the choice of one element a thread (WORKER-ONCE); the elements are `Send`.
 unsafe impl<T: Send> Sync for Base<T> {}
 
-/// A band of columns of a row-major array, for one thread.
+/// A band of columns of a row-major array or of some of its rows, for one thread.
 ///
-/// Invariant BAND-ONCE: made by [`Pool::run_columns`] and [`Pool::run_zipped`] alone, which borrow the whole array
-/// mutably while they run, make one for each band, and bands do not overlap.
+/// Invariant BAND-ONCE: made by [`Pool::run_tiles`], [`Pool::run_columns_with`] and [`Pool::run_zipped`] alone, which
+/// borrow the whole array mutably while they run, make one for each band, and bands do not overlap.
 #[derive(Debug)]
 pub struct Columns<'a, T> {
     base: *mut T,

@@ -172,6 +172,20 @@ pub enum BackendError {
     /// A weight has another shape than the model asks for.
     #[error(transparent)]
     Shape(#[from] ShapeError),
+    /// Keys and values are to be kept in blocks that do not divide a head.
+    #[error(
+        "{backend} keeps {kv_type} keys and values in blocks of {block_len}, and the model's heads have {head_dim} values"
+    )]
+    KvBlocks {
+        /// Backend name.
+        backend: String,
+        /// The type asked for.
+        kv_type: &'static str,
+        /// Values of a block.
+        block_len: usize,
+        /// Values of a head.
+        head_dim: usize,
+    },
     /// Not enough memory.
     #[error("{backend} needs {need_bytes} bytes for {what}, {have_bytes} are left")]
     OutOfMemory {

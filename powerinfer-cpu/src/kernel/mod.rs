@@ -16,6 +16,7 @@ use crate::level::CpuLevel;
 use crate::planar::{Planar, PlanarRow};
 use crate::rows::Rows;
 
+pub(crate) mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -173,6 +174,7 @@ fn dot_floats<const T: usize>(level: CpuLevel, w: Floats<'_>, x: [&[f32]; T]) ->
 ///
 /// # Panics
 /// If `ty` is quantised.
+#[cfg(test)]
 pub(crate) fn dot_f32(level: CpuLevel, ty: WeightType, row: &[u8], x: &[f32]) -> f32 {
     let Some(floats) = Floats::of_row(ty, row) else { unreachable!("{ty} is no plain float type") };
     let [sum] = dot_floats(level, floats, [x]);

@@ -305,14 +305,10 @@ fn sum(x: __m512) -> f32 {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
 
     use powerinfer_testing::tiny::Random;
 
     use super::*;
-    use crate::CpuLevel;
-    use crate::input::{Forms, InputBuffers};
-    use crate::pool::Pool;
 
     #[test]
     fn packed_scales_are_those_of_the_block() {
