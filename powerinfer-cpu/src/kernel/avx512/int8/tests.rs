@@ -280,7 +280,7 @@ fn speed() {
             let rows = |p: usize| std::array::from_fn::<_, PANEL_ROWS, _>(|r| row(p * PANEL_ROWS + r));
             let n_rows = n_panels * PANEL_ROWS;
             let mut sink = 0.0;
-            let blind = speed_of(n_rows, |i| sink += dot(level, kind, row(i), [xs[0]])[0]);
+            let unasked = speed_of(n_rows, |i| sink += dot(level, kind, row(i), [xs[0]])[0]);
             let one = speed_of(n_rows, |i| {
                 prefetch(bytes(i + 2));
                 sink += dot(level, kind, row(i), [xs[0]])[0];
@@ -291,10 +291,10 @@ fn speed() {
                 sink += dot(level, kind, row(i), four)[3];
             });
             let pack = speed_of(n_panels, |p| pack_panel(level, kind, &rows(p), &mut panel));
-            let [blind, one, four, pack] =
-                [blind, one, four, pack * PANEL_ROWS as f64].map(|x| x * stride as f64);
+            let [unasked, one, four, pack] =
+                [unasked, one, four, pack * PANEL_ROWS as f64].map(|x| x * stride as f64);
             println!(
-                "{kind:?} from {place}: dot {one:.1} GB/s, {blind:.1} unasked, {four:.1} with 4; pack {pack:.1}"
+                "{kind:?} from {place}: dot {one:.1} GB/s, {unasked:.1} unasked, {four:.1} with 4; pack {pack:.1}"
             );
             for n in [4usize, 8, 16, 64] {
                 let speed = speed_of(n_panels, |p| {
