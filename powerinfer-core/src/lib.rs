@@ -56,8 +56,8 @@ mod vocab;
 // Loading and running.
 pub use devices::Device;
 #[cfg(feature = "cpu")]
-pub use devices::{CpuLevel, CpuOptions, KvType, default_threads};
-pub use load::{LoadError, LoadOptions, NoteLevel, Notes};
+pub use devices::{CpuLevel, CpuOptions, KvType, WeightHome, default_threads};
+pub use load::{LoadError, LoadOptions, LoadProgress, NoteLevel, Notes};
 pub use model::Model;
 pub use session::{CancelToken, Session, SessionError, SessionOptions};
 pub use spec::SUPPORTED_ARCHS;

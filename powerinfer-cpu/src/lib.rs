@@ -27,12 +27,15 @@ mod input;
 mod kernel;
 mod level;
 mod matmul;
+mod memory;
 mod ops;
+mod planar;
 mod pool;
 mod relaid;
+mod rows;
 
 pub use attention::KvType;
-pub use backend::{CpuBackend, CpuOptions};
+pub use backend::{CpuBackend, CpuOptions, WeightHome};
 pub use cores::default_threads;
 pub use level::CpuLevel;
 #[cfg(target_arch = "x86_64")]

@@ -1,11 +1,10 @@
 //! Matrix products: rows of weights are shared out, each is multiplied with the whole batch.
 
-use powerinfer_sparse_ops::WeightMatrix;
-
 use crate::input::Input;
 use crate::kernel::{TILE, dot_rows};
 use crate::level::CpuLevel;
 use crate::pool::{Columns, Pool};
+use crate::rows::Rows;
 
 /// Weight rows of a piece of work: 32 rows of 4096 F16 weights are 256 KiB, so that a piece stays in the second
 /// level cache while the batch passes by, and handing it out costs little beside it.
@@ -29,10 +28,10 @@ pub(crate) struct Cpu {
 ///
 /// # Panics
 /// If a shape differs.
-pub(crate) fn matmul(cpu: &mut Cpu, w: &WeightMatrix, x: &Input<'_>, bias: Option<&[f32]>, out: &mut [f32]) {
+pub(crate) fn matmul(cpu: &mut Cpu, w: &Rows, x: &Input<'_>, bias: Option<&[f32]>, out: &mut [f32]) {
     let n_out = w.n_rows();
-    assert_eq!(w.n_cols(), x.n_cols(), "{w:?}: input length");
-    assert_eq!(out.len(), x.n_rows() * n_out, "{w:?}: output of {} rows", x.n_rows());
+    assert_eq!(w.n_cols(), x.n_cols(), "input length of [{}, {n_out}] weights", w.n_cols());
+    assert_eq!(out.len(), x.n_rows() * n_out, "output of {} rows of {n_out}", x.n_rows());
     let level = cpu.level;
     cpu.pool.run_columns(out, n_out, ROWS, |_, out| {
         products(level, w, x, out);
@@ -46,7 +45,7 @@ pub(crate) fn matmul(cpu: &mut Cpu, w: &WeightMatrix, x: &Input<'_>, bias: Optio
 }
 
 /// The products with the weight rows that `out` has columns for.
-fn products(level: CpuLevel, w: &WeightMatrix, x: &Input<'_>, out: &mut Columns<'_, f32>) {
+fn products(level: CpuLevel, w: &Rows, x: &Input<'_>, out: &mut Columns<'_, f32>) {
     let first = out.range().start;
     for start in (0..x.n_rows()).step_by(BATCH) {
         let batch = start..x.n_rows().min(start + BATCH);
@@ -56,7 +55,7 @@ fn products(level: CpuLevel, w: &WeightMatrix, x: &Input<'_>, out: &mut Columns<
                 let rows: [usize; TILE] = std::array::from_fn(|t| start + t);
                 let n = TILE.min(batch.end - start);
                 let mut y = [0.0; TILE];
-                dot_rows(level, w.ty(), row, x, &rows[..n], &mut y[..n]);
+                dot_rows(level, row, x, &rows[..n], &mut y[..n]);
                 for t in 0..n {
                     out.row(start + t)[j - first] = y[t];
                 }

@@ -271,6 +271,57 @@ impl Pool {
         self.run_columns(data, width, piece_len, |piece, columns| f(piece, columns.row(0)));
     }
 
+    /// Cuts three arrays into the same number of pieces, each with its own piece length, and calls `f(piece index,
+    /// piece, piece, piece)` once for each.
+    ///
+    /// # Panics
+    /// If an array is not whole pieces, their numbers differ, or a call panics.
+    pub fn run_zipped<A: Send, B: Send, C: Send, F>(
+        &mut self,
+        (a, a_len): (&mut [A], usize),
+        (b, b_len): (&mut [B], usize),
+        (c, c_len): (&mut [C], usize),
+        f: F,
+    ) where
+        F: Fn(usize, &mut [A], &mut [B], &mut [C]) + Sync,
+    {
+        let n = a.len() / a_len;
+        let lens = [(a.len(), a_len), (b.len(), b_len), (c.len(), c_len)];
+        assert!(lens.iter().all(|&(len, piece)| len == n * piece), "{lens:?}: arrays in {n} pieces");
+        let (a, b, c) = (Base(a.as_mut_ptr()), Base(b.as_mut_ptr()), Base(c.as_mut_ptr()));
+        self.run(n, |piece, _| {
+            let part = piece..piece + 1;
+            let band = |width: usize| part.start * width..part.end * width;
+            f(
+                piece,
+                Columns {
+                    base: a.get(),
+                    n_rows: 1,
+                    width: n * a_len,
+                    columns: band(a_len),
+                    data: PhantomData,
+                }
+                .row(0),
+                Columns {
+                    base: b.get(),
+                    n_rows: 1,
+                    width: n * b_len,
+                    columns: band(b_len),
+                    data: PhantomData,
+                }
+                .row(0),
+                Columns {
+                    base: c.get(),
+                    n_rows: 1,
+                    width: n * c_len,
+                    columns: band(c_len),
+                    data: PhantomData,
+                }
+                .row(0),
+            );
+        });
+    }
+
     /// Sees `data` as rows of `width` and cuts it into bands of `band_len` columns (the last may be narrower);
     /// calls `f(band index, band)` once for each.
     ///
@@ -324,8 +375,8 @@ unsafe impl<T: Send> Sync for Base<T> {}
 
 /// A band of columns of a row-major array, for one thread.
 ///
-/// Invariant BAND-ONCE: made by [`Pool::run_columns`] alone, which borrows the whole array mutably while it runs,
-/// makes one for each band, and bands do not overlap.
+/// Invariant BAND-ONCE: made by [`Pool::run_columns`] and [`Pool::run_zipped`] alone, which borrow the whole array
+/// mutably while they run, make one for each band, and bands do not overlap.
 #[derive(Debug)]
 pub struct Columns<'a, T> {
     base: *mut T,

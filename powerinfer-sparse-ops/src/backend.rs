@@ -251,6 +251,16 @@ pub trait HybridBackend: Send {
     /// An unsupported type, a wrong shape, or too little memory.
     fn load_predictor(&mut self, layer: LayerId, weights: PredictorWeights) -> Result<(), BackendError>;
 
+    /// Called after the last weight has been taken: the backend brings them where it computes from, and calls
+    /// `progress(bytes done, bytes in all)` meanwhile. Backends that compute on weights where they lie do nothing.
+    ///
+    /// # Errors
+    /// Too little memory.
+    fn load_done(&mut self, progress: &mut dyn FnMut(u64, u64)) -> Result<(), BackendError> {
+        let _ = progress;
+        Ok(())
+    }
+
     /// Makes a sequence of up to `kv_len` positions, and room for steps of up to `max_rows` tokens. May be
     /// called again for a known sequence with a larger length; what it held stays.
     ///

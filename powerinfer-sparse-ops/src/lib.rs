@@ -30,5 +30,5 @@ pub use sets::{ActiveBatch, NeuronSet};
 pub use weight_type::WeightType;
 pub use weights::{
     DensePart, DownWeights, EmbeddingWeights, FfnWeights, HeadWeights, LayerWeights, Linear, NormWeights,
-    PredictorWeights, ShapeError, WeightBytes, WeightMatrix,
+    PredictorWeights, ShapeError, WeightBytes, WeightMatrix, WeightOwner,
 };

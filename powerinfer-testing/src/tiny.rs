@@ -145,6 +145,7 @@ impl TinyModel {
         for (layer, predictor) in (0..).map(LayerId).zip(&self.predictors) {
             backend.load_predictor(layer, predictor.clone()).expect("predictors are F32");
         }
+        backend.load_done(&mut |_, _| {}).expect("tiny models fit into memory");
     }
 
     /// Loads the neurons that `owned` gives for each layer.
@@ -152,6 +153,7 @@ impl TinyModel {
         for (layer, ffn) in (0..).map(LayerId).zip(&self.ffn) {
             backend.load_ffn(layer, ffn.clone(), &owned(layer)).expect("tiny models have supported types");
         }
+        backend.load_done(&mut |_, _| {}).expect("tiny models fit into memory");
     }
 
     /// Loads everything into one backend.

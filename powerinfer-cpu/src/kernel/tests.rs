@@ -8,13 +8,13 @@ use crate::input::{Forms, InputBuffers};
 use crate::pool::Pool;
 
 /// Rows of a type with random bits and sensible scales, at an address that is aligned for the type and no more.
-struct Row {
+struct FileRow {
     buffer: Vec<u32>,
     offset: usize,
     n_bytes: usize,
 }
 
-impl Row {
+impl FileRow {
     fn random(random: &mut Random, ty: WeightType, n_cols: usize) -> Self {
         let n_bytes = ty.row_bytes(n_cols).unwrap();
         let mut buffer: Vec<u32> = (0..n_bytes / 4 + 2).map(|_| random.next_u64() as u32).collect();
@@ -53,6 +53,33 @@ impl Row {
     }
 }
 
+/// The integers and scales of a row of one of the planar types; nothing for the others.
+struct Laid {
+    quants: Vec<u8>,
+    scales: Vec<u16>,
+}
+
+impl Laid {
+    fn new(ty: WeightType, row: &[u8], n_cols: usize) -> Self {
+        let (mut quants, mut scales) = (vec![], vec![]);
+        if let Some(kind) = Planar::of(ty) {
+            quants.resize(kind.quant_bytes(n_cols), 0);
+            scales.resize((row.len() - quants.len()) / 2, 0);
+            kind.split(row, &mut quants, &mut scales);
+        }
+        Self { quants, scales }
+    }
+
+    /// The row in the form that its kernel reads.
+    fn row<'a>(&'a self, ty: WeightType, file: &'a [u8], n_cols: usize) -> Row<'a> {
+        if let Some(kind) = Planar::of(ty) {
+            let (scales, mins) = self.scales.split_at(n_cols / 32);
+            return Row::Planar(kind, PlanarRow { quants: &self.quants, scales, mins });
+        }
+        Floats::of_row(ty, file).map_or(Row::Blocks(ty, file), Row::Floats)
+    }
+}
+
 /// Every number of blocks up to twice what any loop does at once, plus one; and a long one.
 fn lengths(ty: WeightType) -> Vec<usize> {
     match ty.block_len() {
@@ -66,7 +93,9 @@ fn lengths(ty: WeightType) -> Vec<usize> {
 fn seen(ty: WeightType, x: &Input<'_>, row: usize) -> Vec<f32> {
     match Forms::of(ty) {
         Forms { x8: true, .. } => {
-            x.x8s([row])[0].iter().flat_map(|b| b.q.map(|q| b.d * f32::from(q))).collect()
+            let [x8] = x.x8s([row]);
+            let block = |b: usize| x8.values(b).map(|q| x8.d[b] * f32::from(q));
+            (0..x.n_cols() / 32).flat_map(block).collect()
         }
         Forms { x8k: true, .. } => {
             x.x8ks([row])[0].iter().flat_map(|b| b.qs.map(|q| b.d * f32::from(q))).collect()
@@ -87,10 +116,10 @@ fn dots_match_the_decoded_sum_for_every_type_level_and_length() {
     let mut pool = Pool::try_new(1).unwrap();
     for ty in WeightType::ALL {
         for n in lengths(ty) {
-            let row = Row::random(&mut random, ty, n);
+            let row = FileRow::random(&mut random, ty, n);
             let x = random.normals(6 * n, 1.0);
             let mut buffers = InputBuffers::default();
-            buffers.reserve(x.len());
+            buffers.reserve(6, n);
             let x = buffers.prepare(&mut pool, &x, n, Forms::of(ty));
             let mut w = vec![0.0; n];
             decode_row(ty, row.bytes(), &mut w);
@@ -100,9 +129,11 @@ fn dots_match_the_decoded_sum_for_every_type_level_and_length() {
                 let what = format!("{} dot {ty} of {n}", level.name());
                 let rows: [usize; 6] = [5, 0, 1, 2, 3, 4];
                 let mut together = [0.0; 6];
-                dot_rows(level, ty, row.bytes(), &x, &rows, &mut together);
+                let laid = Laid::new(ty, row.bytes(), n);
+                let row = laid.row(ty, row.bytes(), n);
+                dot_rows(level, row, &x, &rows, &mut together);
                 for (one, got) in rows.into_iter().zip(together) {
-                    let [alone] = dot(level, ty, row.bytes(), &x, [one]);
+                    let [alone] = dot(level, row, &x, [one]);
                     assert_eq!(got.to_bits(), alone.to_bits(), "{what}: in a tile and alone");
                     let seen = seen(ty, &x, one);
                     let (want, size) = reference_dot(&w, &seen);
@@ -121,8 +152,8 @@ fn axpy_matches_the_decoded_sum_for_every_type_level_and_length() {
     let mut random = Random::new(2);
     for ty in AXPY_TYPES {
         for n in lengths(ty) {
-            let rows: [Row; AXPY_ROWS] = std::array::from_fn(|_| Row::random(&mut random, ty, n));
-            let rows = rows.each_ref().map(Row::bytes);
+            let rows: [FileRow; AXPY_ROWS] = std::array::from_fn(|_| FileRow::random(&mut random, ty, n));
+            let rows = rows.each_ref().map(FileRow::bytes);
             let a: [f32; AXPY_ROWS] = std::array::from_fn(|_| random.normal());
             let start = random.normals(n, 1.0);
             let decoded = rows.map(|row| {
@@ -176,7 +207,7 @@ fn extreme_integers_do_not_overflow() {
     for sign in [1.0, -1.0] {
         let x = vec![sign * 2.0; 512];
         let mut buffers = InputBuffers::default();
-        buffers.reserve(512);
+        buffers.reserve(1, 512);
         let x = buffers.prepare(&mut pool, &x, 512, Forms { x8: true, x8k: true });
         for ty in [WeightType::Q8_0, WeightType::Q6_K, WeightType::Q4_K, WeightType::Q5_K, WeightType::Q4_0] {
             for fill in [0x80, 0x7f, 0xff, 0x00] {
@@ -195,7 +226,8 @@ fn extreme_integers_do_not_overflow() {
                 decode_row(ty, &bytes, &mut w);
                 let (want, size) = reference_dot(&w, &seen(ty, &x, 0));
                 for level in CpuLevel::available() {
-                    let [got] = dot(level, ty, &bytes, &x, [0]);
+                    let laid = Laid::new(ty, &bytes, 512);
+                    let [got] = dot(level, laid.row(ty, &bytes, 512), &x, [0]);
                     let error = (f64::from(got) - want).abs();
                     assert!(
                         error <= 1e-5 * (size + 1e4),
@@ -217,7 +249,7 @@ fn blocks_of_256_are_exact_on_small_integers() {
         let mut x: Vec<f32> = (0..n).map(|_| random.below(9) as f32 - 4.0).collect();
         x.iter_mut().step_by(256).for_each(|x| *x = -128.0);
         let mut buffers = InputBuffers::default();
-        buffers.reserve(n);
+        buffers.reserve(1, n);
         let input = buffers.prepare(&mut pool, &x, n, Forms { x8: false, x8k: true });
         for (ty, scales) in [
             (WeightType::Q2_K, &[80, 82][..]),
@@ -236,7 +268,7 @@ fn blocks_of_256_are_exact_on_small_integers() {
             decode_row(ty, &bytes, &mut w);
             let (want, _) = reference_dot(&w, &x);
             for level in CpuLevel::available() {
-                let got = dot(level, ty, &bytes, &input, [0, 0]);
+                let got = dot(level, Row::Blocks(ty, &bytes), &input, [0, 0]);
                 assert_eq!(got.map(f64::from), [want; 2], "{} {ty} of {n}", level.name());
             }
         }

@@ -312,6 +312,7 @@ mod tests {
     use super::*;
     use crate::CpuLevel;
     use crate::input::{Forms, InputBuffers};
+    use crate::kernel::Row;
     use crate::pool::Pool;
 
     #[test]
@@ -334,7 +335,7 @@ mod tests {
         let mut random = Random::new(2);
         let x = random.normals(4 * N_COLS, 1.0);
         let mut buffers = InputBuffers::default();
-        buffers.reserve(x.len());
+        buffers.reserve(4, N_COLS);
         let x = buffers.prepare(&mut Pool::try_new(1).unwrap(), &x, N_COLS, Forms { x8: false, x8k: true });
         for ty in [WeightType::Q4_K, WeightType::Q5_K, WeightType::Q6_K] {
             let row_bytes = ty.row_bytes(N_COLS).unwrap();
@@ -353,8 +354,8 @@ mod tests {
                     }
                     weights.len() as f64 / best / 1e9
                 };
-                let one = speed(&|row| crate::kernel::dot(level, ty, row, &x, [0])[0]);
-                let four = speed(&|row| crate::kernel::dot(level, ty, row, &x, [0, 1, 2, 3])[3]);
+                let one = speed(&|row| crate::kernel::dot(level, Row::Blocks(ty, row), &x, [0])[0]);
+                let four = speed(&|row| crate::kernel::dot(level, Row::Blocks(ty, row), &x, [0, 1, 2, 3])[3]);
                 println!("{ty} {:6}: {one:5.1} GB/s with 1 vector, {four:5.1} with 4", level.name());
             }
         }

@@ -3,4 +3,6 @@
 //! As in `avx2`, what is unsafe is one call from each safe entry, proven by the [`Avx512`](crate::Avx512) value
 //! (LEVEL-DETECTED).
 
+#[cfg_attr(not(test), expect(dead_code, reason = "matrix products do not use it yet"))]
+pub(super) mod int8;
 pub(super) mod kquant;
