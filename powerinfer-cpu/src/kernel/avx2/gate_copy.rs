@@ -6,7 +6,7 @@ use std::ops::Range;
 use powerinfer_sparse_ops::GateCopy;
 
 use super::load::{first, load32};
-use crate::kernel::gate_copy::{CodeRows, GateToken, active_bits};
+use crate::kernel::gate_copy::{CodeRows, GateToken, active_bits, ahead};
 use crate::level::Avx2;
 
 pub(in crate::kernel) fn word<const T: usize>(
@@ -45,6 +45,7 @@ fn row_dots<const T: usize>(row: &[[u8; 64]], inputs: [&[[i8; 256]]; T]) -> [i32
     let three = _mm256_set1_epi8(3);
     let mut acc = [_mm256_setzero_si256(); T];
     for (g, group) in row.iter().enumerate() {
+        _mm_prefetch::<_MM_HINT_T0>(ahead(group));
         for (half, codes) in group.as_chunks::<32>().0.iter().enumerate() {
             let codes = load32(codes);
             let u = [

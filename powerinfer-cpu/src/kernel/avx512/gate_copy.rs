@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use powerinfer_sparse_ops::GateCopy;
 
-use crate::kernel::gate_copy::{CodeRows, GateToken, active_bits};
+use crate::kernel::gate_copy::{CodeRows, GateToken, active_bits, ahead};
 use crate::level::Avx512;
 
 /// Rows at once: their sums are brought together in one register.
@@ -60,6 +60,7 @@ fn block_dots<const T: usize>(
     let mut acc = [[_mm512_setzero_si512(); ROWS]; T];
     for g in 0..n_groups {
         for r in 0..ROWS {
+            _mm_prefetch::<_MM_HINT_T0>(ahead(&rows[r][g]));
             let codes = load(&rows[r][g]);
             let u = [
                 _mm512_and_si512(codes, three),
