@@ -377,14 +377,49 @@ impl GateCopy {
         weights.iter().zip(apart).fold(score, |score, (&w, &x)| finite_to_f32(w).mul_add(x, score))
     }
 
+    /// [`GateCopy::score_from_dot`] for some neurons, in loops that vectorise.
+    ///
+    /// # Shapes
+    /// `dots [neurons.len()]`, `apart [n_outliers]`, `scores [neurons.len()]`.
+    ///
+    /// # Panics
+    /// If there is no such neuron.
+    #[inline(always)]
+    pub fn scores_from_dots(
+        &self,
+        neurons: Range<usize>,
+        dots: &[i32],
+        input: GateInput,
+        apart: &[f32],
+        scores: &mut [f32],
+    ) {
+        let scales = &self.parts.scales[neurons.clone()];
+        for ((score, &dot), &scale) in scores.iter_mut().zip(dots).zip(scales) {
+            *score = (2 * dot - 3 * input.sum) as f32 * (scale * input.half_step);
+        }
+        let n = self.parts.outliers.len();
+        let weights = &self.parts.outlier_weights[neurons.start * n..neurons.end * n];
+        for (o, &x) in apart.iter().enumerate() {
+            if n == 1 {
+                for (score, &w) in scores.iter_mut().zip(weights) {
+                    *score = finite_to_f32(w).mul_add(x, *score);
+                }
+            } else {
+                for (score, row) in scores.iter_mut().zip(weights.chunks_exact(n)) {
+                    *score = finite_to_f32(row[o]).mul_add(x, *score);
+                }
+            }
+        }
+    }
+
     /// Whether a neuron with this score is to be computed. NaN is.
     ///
     /// # Panics
     /// If there is no such neuron.
     #[inline(always)]
-    #[expect(clippy::neg_cmp_op_on_partial_ord, reason = "NaN is active")]
     pub fn is_active(&self, neuron: usize, score: f32) -> bool {
-        !(score < self.parts.thresholds[neuron])
+        let inactive = score < self.parts.thresholds[neuron];
+        !inactive
     }
 
     /// The scores of all neurons, slowly: what every fast form is compared with, bit for bit.
