@@ -591,3 +591,218 @@ impl AsRef<[u8]> for Lines {
         bytemuck::cast_slice(&self.0)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::WeightType;
+
+    /// Roughly normal numbers.
+    fn normals(seed: &mut u64, n: usize) -> Vec<f32> {
+        let mut uniform = || {
+            *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (*seed >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+        };
+        (0..n).map(|_| uniform() + uniform() + uniform()).collect()
+    }
+
+    fn gate(seed: &mut u64, n_ff: usize, n_embd: usize, outliers: &[u32]) -> WeightMatrix {
+        let mut values = normals(seed, n_ff * n_embd);
+        for row in values.chunks_exact_mut(n_embd) {
+            outliers.iter().for_each(|&o| row[o as usize] *= 30.0);
+        }
+        WeightMatrix::from_f32("gate", n_ff, n_embd, values).unwrap()
+    }
+
+    fn code(p: &GateCopy, neuron: usize, column: usize) -> u8 {
+        let group = column / GROUP;
+        let stride = (p.n_embd() - group * GROUP).min(GROUP).div_ceil(4);
+        let i = column % GROUP;
+        p.row_groups(neuron)[group][i % stride] >> (i / stride * 2) & 3
+    }
+
+    #[test]
+    fn a_score_is_the_formula_of_the_module_up_to_the_rounding_of_the_input() {
+        let mut seed = 1;
+        for n_embd in [1, 2, 7, 32, 96, 255, 256, 257, 576, 800] {
+            for outliers in [vec![], vec![0], vec![0, n_embd as u32 - 1]] {
+                let outliers = if n_embd == 1 { vec![] } else { outliers };
+                let gate = gate(&mut seed, 5, n_embd, &outliers);
+                let mean = normals(&mut seed, n_embd);
+                let p = GateCopy::from_gate(&gate, mean.clone(), outliers.clone()).unwrap();
+                let x = normals(&mut seed, n_embd);
+                let kept = |j: &usize| !outliers.contains(&(*j as u32));
+                let max = (0..n_embd).filter(kept).map(|j| (x[j] - mean[j]).abs()).fold(0.0, f32::max);
+                let mut row = vec![0.0; n_embd];
+                for (neuron, score) in p.score(&x).into_iter().enumerate() {
+                    gate.decode_row(neuron, &mut row);
+                    let scale = p.scales()[neuron];
+                    let (mut want, mut slack) = (0.0, 1e-4);
+                    for j in 0..n_embd {
+                        let x = f64::from(x[j] - mean[j]);
+                        if kept(&j) {
+                            let level = f64::from(code(&p, neuron, j)) - 1.5;
+                            let nearest = if row[j].abs() > scale { 1.5 } else { 0.5 };
+                            assert_eq!(level, nearest * f64::from(row[j].signum()), "{row:?}");
+                            want += f64::from(scale) * level * x;
+                            slack += f64::from(scale * level.abs() as f32 * max / 127.0 * 0.5);
+                        } else {
+                            want += f64::from(f16::from_f32(row[j]).to_f32()) * x;
+                        }
+                    }
+                    assert!((f64::from(score) - want).abs() <= slack, "{n_embd}: {score} for {want}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn scores_from_sums_are_the_same_one_by_one_and_together() {
+        let mut seed = 2;
+        for outliers in [vec![], vec![3], vec![3, 9, 31]] {
+            let gate = gate(&mut seed, 11, 32, &outliers);
+            let p = GateCopy::from_gate(&gate, normals(&mut seed, 32), outliers.clone()).unwrap();
+            let apart = normals(&mut seed, outliers.len());
+            let input = GateInput { half_step: 0.01, sum: 77 };
+            let dots: Vec<i32> = (0..8).map(|i| i * 321 - 999).collect();
+            let mut scores = [0.0; 8];
+            p.scores_from_dots(2..10, &dots, input, &apart, &mut scores);
+            for i in 0..8 {
+                assert_eq!(scores[i], p.score_from_dot(2 + i, dots[i], input, &apart));
+            }
+        }
+    }
+
+    #[test]
+    fn no_other_scale_is_much_better() {
+        let mut seed = 3;
+        for n in [1, 2, 16, 100, 576] {
+            let row = normals(&mut seed, n);
+            let error = |scale: f32| {
+                let distance = |w: f32| {
+                    let levels = [-1.5, -0.5, 0.5, 1.5].map(|l: f32| f64::from(w - l * scale).powi(2));
+                    levels.into_iter().fold(f64::INFINITY, f64::min)
+                };
+                row.iter().map(|&w| distance(w)).sum::<f64>()
+            };
+            let mut codes = vec![0; n];
+            let scale = quantize_row(&row, 0, &mut codes);
+            let best = (1..400).map(|i| error(i as f32 * 0.01)).fold(f64::INFINITY, f64::min);
+            // Alternating finds a local optimum; for long rows the difference is small.
+            let slack = if n < 100 { 2.5 } else { 1.02 };
+            assert!(error(scale) <= best * slack + 1e-9, "{n}: {} at {scale}, best {best}", error(scale));
+        }
+        let mut codes = [9; 3];
+        assert_eq!(quantize_row(&[0.0; 3], 0, &mut codes), 0.0);
+        assert_eq!(quantize_row(&[0.0; 3], 3, &mut codes), 0.0);
+    }
+
+    #[test]
+    fn inputs_are_rounded_ties_to_even_and_lie_as_the_codes_do() {
+        let gate = WeightMatrix::from_f32("gate", 1, 6, vec![1.0; 6]).unwrap();
+        let p = GateCopy::from_gate(&gate, vec![1.0; 6], vec![2]).unwrap();
+        let mut q = vec![9; 256];
+        let mut apart = [0.0];
+        let input = p.quantize(&[128.0, 1.5, 1001.0, 3.5, -1.5, 0.5], &mut q, &mut apart);
+        // Groups of 6 columns take 2 bytes: columns 0, 2, 4 in the first byte, 1, 3, 5 in the second.
+        assert_eq!(
+            (q[..2].to_vec(), q[64..66].to_vec(), q[128..130].to_vec()),
+            (vec![127, 0], vec![0, 2], vec![-2, 0])
+        );
+        assert_eq!(q.iter().filter(|&&q| q != 0).count(), 3);
+        assert_eq!((input, apart), (GateInput { half_step: 0.5, sum: 127 }, [1000.0]));
+        let tiny = p.quantize(&[1.0; 6], &mut q, &mut apart);
+        assert_eq!(tiny, GateInput { half_step: 0.0, sum: 0 });
+    }
+
+    #[test]
+    fn a_score_of_nan_is_active() {
+        let mut seed = 4;
+        let gate = gate(&mut seed, 3, 40, &[5]);
+        let p = GateCopy::from_gate(&gate, vec![0.0; 40], vec![5]).unwrap();
+        let p = p.with_thresholds(vec![f32::INFINITY; 3]).unwrap();
+        for (at, value) in [(5, f32::NAN), (6, f32::NAN), (6, f32::INFINITY), (39, f32::NEG_INFINITY)] {
+            let mut x = normals(&mut seed, 40);
+            assert!((0..3).all(|i| !p.is_active(i, p.score(&x)[i])));
+            x[at] = value;
+            for (neuron, score) in p.score(&x).into_iter().enumerate() {
+                assert!(score.is_nan() && p.is_active(neuron, score), "{value} at {at}: {score}");
+            }
+        }
+    }
+
+    #[test]
+    fn columns_far_above_the_median_are_found() {
+        let mut seed = 5;
+        assert_eq!(find_outlier_columns(&gate(&mut seed, 64, 96, &[])), [0u32; 0]);
+        assert_eq!(find_outlier_columns(&gate(&mut seed, 64, 96, &[7, 95])), [7, 95]);
+        assert_eq!(find_outlier_columns(&WeightMatrix::from_f32("gate", 0, 0, vec![]).unwrap()), [0u32; 0]);
+    }
+
+    #[test]
+    fn every_finite_f16_becomes_the_same_f32() {
+        for bits in 0..=u16::MAX {
+            let x = f16::from_bits(bits);
+            if x.is_finite() {
+                assert_eq!(finite_to_f32(x).to_bits(), x.to_f32().to_bits(), "{bits:#x}");
+            }
+        }
+    }
+
+    #[test]
+    fn bytes_are_counted_and_copies_come_back_from_their_parts() {
+        let mut seed = 6;
+        let gate = gate(&mut seed, 10, 576, &[1]);
+        let p = GateCopy::from_gate(&gate, normals(&mut seed, 576), vec![1]).unwrap();
+        assert_eq!((p.row_bytes(), p.codes().len()), (144, 10 * 144 + 48));
+        assert_eq!(p.n_bytes(), 10 * (144 + 4 + 4 + 2) + 4 * 577);
+        assert!(p.codes().as_slice().as_ptr().addr().is_multiple_of(64));
+        let again = GateCopy::try_new(p.parts.clone()).unwrap();
+        let x = normals(&mut seed, 576);
+        assert_eq!(again.score(&x), p.score(&x));
+    }
+
+    #[test]
+    fn parts_that_do_not_fit_are_refused_by_name() {
+        let mut seed = 7;
+        let gate = gate(&mut seed, 4, 32, &[]);
+        let good = GateCopy::from_gate(&gate, vec![0.0; 32], vec![3, 8]).unwrap().parts;
+        let refused = |change: &dyn Fn(&mut GateCopyParts)| {
+            let mut parts = good.clone();
+            change(&mut parts);
+            GateCopy::try_new(parts).unwrap_err()
+        };
+        let length = |part, expected, got| GateCopyError::Length { part, expected, got };
+        assert_eq!(refused(&|p| p.codes = WeightBytes::from_vec(vec![0; 32])), length("codes", 88, 32));
+        assert_eq!(refused(&|p| p.n_ff = 3), length("codes", 80, 88));
+        assert_eq!(refused(&|p| p.scales.push(1.0)), length("scales", 4, 5));
+        assert_eq!(refused(&|p| p.thresholds.clear()), length("thresholds", 4, 0));
+        assert_eq!(refused(&|p| p.mean.clear()), length("mean", 32, 0));
+        assert_eq!(refused(&|p| p.outliers.truncate(1)), length("outlier weights", 4, 8));
+        let outlier = |at, column| GateCopyError::Outlier { at, column, n_embd: 32 };
+        assert_eq!(refused(&|p| p.outliers = vec![3, 3]), outlier(1, 3));
+        assert_eq!(refused(&|p| p.outliers = vec![3, 32]), outlier(1, 32));
+        let number = |error| match error {
+            GateCopyError::Number { part, at, .. } => (part, at),
+            error => panic!("{error}"),
+        };
+        assert_eq!(number(refused(&|p| p.scales[1] = f32::NAN)), ("scales", 1));
+        assert_eq!(number(refused(&|p| p.mean[31] = f32::INFINITY)), ("mean", 31));
+        assert_eq!(number(refused(&|p| p.thresholds[2] = f32::NAN)), ("thresholds", 2));
+        assert_eq!(number(refused(&|p| p.outlier_weights[7] = f16::INFINITY)), ("outlier weights", 7));
+        let error = refused(&|p| p.n_embd = MAX_N_EMBD + 1);
+        assert_eq!(error, GateCopyError::TooWide { n_embd: MAX_N_EMBD + 1, max: MAX_N_EMBD });
+
+        let copy = |values: Vec<f32>, outliers| {
+            let gate = WeightMatrix::from_f32("blk.0.ffn_gate", 2, 2, values).unwrap();
+            GateCopy::from_gate(&gate, vec![0.0; 2], outliers).map(|_| ()).unwrap_err().to_string()
+        };
+        let says = "has inf in row 1, column 0, which cannot be copied";
+        assert_eq!(copy(vec![1.0, 2.0, f32::INFINITY, 3.0], vec![]), format!("`blk.0.ffn_gate` {says}"));
+        assert!(copy(vec![1.0, 2.0, 3.0, 1e5], vec![1]).contains("100000 in row 1, column 1"));
+        assert!(copy(vec![0.0; 4], vec![2]).contains("number 0 is 2"));
+        let quantised =
+            WeightMatrix::try_new("g", WeightType::Q8_0, 1, 32, WeightBytes::from_vec(vec![0; 34]));
+        assert!(GateCopy::from_gate(&quantised.unwrap(), vec![0.0; 31], vec![]).is_err());
+    }
+}
