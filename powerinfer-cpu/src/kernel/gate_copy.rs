@@ -231,7 +231,6 @@ mod tests {
     /// `cargo test --release -p powerinfer-cpu --lib -- --ignored --nocapture gate_copy_speed`
     #[test]
     #[ignore = "prints a speed, checks nothing"]
-    #[expect(clippy::print_stderr, reason = "that is what it is for")]
     fn gate_copy_speed() {
         let mut random = Random::new(5);
         for (n_embd, n_bytes) in [(4096, 600 << 20), (4096, 1 << 20), (576, 1 << 20)] {
