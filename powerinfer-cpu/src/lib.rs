@@ -31,6 +31,7 @@ mod memory;
 mod ops;
 mod planar;
 mod pool;
+mod predict;
 mod relaid;
 mod rows;
 

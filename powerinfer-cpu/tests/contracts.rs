@@ -141,7 +141,9 @@ fn models() -> impl Iterator<Item = (TinyModel, String)> {
             },
         )
     });
-    encoded.chain(
+    let copies = TinyOptions { ffn_type: WeightType::Q8_0, n_embd: 288, n_ff: 352, ..TinyOptions::default() };
+    let copies = (TinyModel::new(copies).with_gate_copies(), "gate copies".to_owned());
+    encoded.chain([copies]).chain(
         OTHERS.into_iter().map(|(ty, scales)| (with_random_blocks(ty, scales), format!("{ty} gate and up"))),
     )
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use powerinfer_sparse_ops::reference::{ReferenceBackend, Rounding};
 use powerinfer_sparse_ops::{
-    Activation, ActiveMode, BackendError, FfnInput, HybridBackend, LayerId, ModelSpec, NeuronId, NeuronSet,
-    SeqId, StepCost, StepRow, Ticket, TokenId, WeightType,
+    Activation, ActiveMode, BackendError, FfnInput, GateCopy, HybridBackend, LayerId, ModelSpec, NeuronId,
+    NeuronSet, PredictorWeights, SeqId, StepCost, StepRow, Ticket, TokenId, WeightType,
 };
 
 use crate::drive::Drive;
@@ -48,6 +48,8 @@ const MODES: [ActiveMode; 3] = [ActiveMode::Dense, ActiveMode::Exact, ActiveMode
 /// If one is broken, naming it.
 pub fn run(subject: &Subject<'_>) {
     whole_models_match_the_reference(subject);
+    gate_copies_predict_as_the_reference_does(subject);
+    position_0_is_not_predicted_by_gate_copies(subject);
     c1_finish_adds(subject);
     c2_only_owned_neurons_count(subject);
     c3_inputs_may_be_reused(subject);
@@ -98,6 +100,87 @@ pub fn whole_models_match_the_reference(subject: &Subject<'_>) {
             }
         }
     }
+}
+
+/// Gate copies for predictors: results, cost, threads and allocations.
+pub fn gate_copies_predict_as_the_reference_does(subject: &Subject<'_>) {
+    let mode = ActiveMode::Predictor;
+    for family in Family::ALL {
+        let options = TinyOptions { family, n_embd: 288, n_ff: 150, ..TinyOptions::default() };
+        let model = TinyModel::new(options).with_gate_copies();
+        let mut slow = reference(&model);
+        let mut slow = Drive::new(&model.spec, vec![&mut slow], TOKENS.len());
+        let want = slow.step(0, &TOKENS, mode).to_vec();
+        let want_cost = slow.backends()[0].take_cost();
+        assert!(want_cost.active_neurons * 10 < want_cost.owned_neurons * 7, "{family:?}: {want_cost:?}");
+
+        let mut fast = loaded(subject, &model);
+        let mut fast = Drive::new(&model.spec, vec![fast.as_mut()], TOKENS.len());
+        let got = fast.step(0, &TOKENS, mode).to_vec();
+        assert_close(&format!("{family:?}, gate copies"), &got, &want, subject.nmse_limit);
+        let cost = fast.backends()[0].take_cost();
+        let kv_bytes = cost.kv_bytes / subject.kv_value_bytes * 4;
+        assert_eq!(StepCost { kv_bytes, ..cost }, want_cost, "C8: {family:?}, gate copies");
+        if let Some(count) = subject.count_allocations {
+            fast.step(0, &TOKENS, mode);
+            let n = count(&mut || {
+                fast.step(0, &TOKENS, mode);
+                fast.step(9, &TOKENS[..1], mode);
+            });
+            assert_eq!(n, 0, "C5: heap allocations of a step, {family:?}, gate copies");
+        }
+        for make in subject.same_bits {
+            let mut other = make(Arc::clone(&model.spec));
+            model.load_all(other.as_mut());
+            let mut other = Drive::new(&model.spec, vec![other.as_mut()], TOKENS.len());
+            assert!(other.step(0, &TOKENS, mode) == got, "C6: bits differ, {family:?}, gate copies");
+        }
+    }
+}
+
+/// The first token of a sequence is computed exactly and reads no predictor, whatever else the step has; a sparse
+/// file's own predictor is used there as everywhere.
+pub fn position_0_is_not_predicted_by_gate_copies(subject: &Subject<'_>) {
+    let mut model = TinyModel::new(TinyOptions::default());
+    let low_rank = model.predictors.clone();
+    model = model.with_gate_copies();
+    for predictor in &mut model.predictors {
+        if let PredictorWeights::GateCopy(copy) = predictor {
+            let never = vec![f32::INFINITY; copy.n_ff()];
+            let copy = GateCopy::clone(copy).with_thresholds(never).expect("one a neuron");
+            *predictor = PredictorWeights::GateCopy(Arc::new(copy));
+        }
+    }
+    let (mode, n_vocab) = (ActiveMode::Predictor, model.spec.n_vocab);
+    let mut backend = loaded(subject, &model);
+    let mut drive = Drive::new(&model.spec, vec![backend.as_mut()], TOKENS.len());
+    let exact = drive.step(0, &TOKENS, ActiveMode::Exact).to_vec();
+    drive.backends()[0].take_cost();
+    let together = drive.step(0, &TOKENS, mode).to_vec();
+    let cost = drive.backends()[0].take_cost();
+    let n_neurons: usize = model.spec.n_ff.iter().sum();
+    assert_eq!(cost.active_neurons, n_neurons as u64, "position 0 alone has active neurons");
+    let n_bytes: usize = model.predictors.iter().map(PredictorWeights::n_bytes).sum();
+    assert_eq!(cost.predictor_bytes, n_bytes as u64, "a predictor is read once a step");
+    assert_eq!(together[..n_vocab], exact[..n_vocab], "position 0 in a prompt");
+    assert_ne!(together[n_vocab..], exact[n_vocab..], "later positions are predicted");
+
+    assert_eq!(drive.step(0, &TOKENS[..1], mode), &exact[..n_vocab], "position 0 alone");
+    assert_eq!(drive.backends()[0].take_cost().predictor_bytes, 0, "nothing is predicted at position 0");
+    assert_close("the rest", drive.step(1, &TOKENS[1..], mode), &together[n_vocab..], NMSE_F32);
+
+    let other = SeqId(3);
+    drive.backends()[0].reserve(other, 64, TOKENS.len()).expect("64 positions fit");
+    let row = |seq, pos, ix: usize| StepRow { seq, pos, token: TokenId(TOKENS[ix]) };
+    let mixed = drive.rows(&[row(SeqId(0), 9, 3), row(other, 0, 0), row(other, 1, 1)], mode);
+    assert_eq!(mixed[n_vocab..2 * n_vocab], exact[..n_vocab], "position 0 beside another sequence");
+
+    model.predictors = low_rank;
+    let mut backend = loaded(subject, &model);
+    let mut drive = Drive::new(&model.spec, vec![backend.as_mut()], TOKENS.len());
+    drive.step(0, &TOKENS[..1], mode);
+    let cost = drive.backends()[0].take_cost();
+    assert!(cost.active_neurons < cost.owned_neurons && cost.predictor_bytes > 0, "{cost:?}");
 }
 
 /// A layer's FFN of the subject alone, with random input.

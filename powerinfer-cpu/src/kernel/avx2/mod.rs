@@ -7,4 +7,5 @@
 pub(super) mod attention;
 pub(super) mod axpy;
 pub(super) mod dot;
+pub(super) mod gate_copy;
 mod load;

@@ -6,6 +6,7 @@
 pub(super) mod attention;
 pub(super) mod axpy;
 pub(super) mod float;
+pub(super) mod gate_copy;
 pub(super) mod int8;
 pub(super) mod kquant;
 mod load;

@@ -3,3 +3,4 @@
 pub(super) mod attention;
 pub(super) mod axpy;
 pub(super) mod dot;
+pub(super) mod gate_copy;
