@@ -301,8 +301,10 @@ pub(crate) struct PerplexityArgs {
 /// Measures the speed of a model on this machine.
 ///
 /// Each repeat reads a prompt of random tokens and then decodes greedily; a first one warms up and is not counted.
-/// The bytes that decoding read are compared with what the same number of threads can read from memory. A model that
-/// fits in a cache of the CPU can be faster than memory, and its share above 100 %.
+/// The bytes that decoding read are compared with what the same number of threads can read from memory on huge pages.
+/// A model that fits in a cache of the CPU can be faster than memory, and its share above 100 %. The time to the first
+/// token is that from the start of loading to the end of the first prompt; the peak memory counts mapped pages of the
+/// file.
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     /// Tokens of the prompt
