@@ -15,7 +15,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use args::{Cli, Command};
-use command::{bench, generate, inspect, logits, perplexity, tokenize};
+use command::{bench, generate, inspect, logits, perplexity, quantize, tokenize};
 use error::CliError;
 
 fn main() -> ExitCode {
@@ -27,6 +27,7 @@ fn main() -> ExitCode {
         Command::Perplexity(args) => perplexity::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Convert(args) => command::convert::run(&args),
+        Command::Quantize(args) => quantize::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
