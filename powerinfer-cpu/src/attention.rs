@@ -562,22 +562,21 @@ impl Run<'_> {
             widen(level, head.values(&self.cache.v[tile]), spec.head_dim, &mut v[..n * n_lines]);
             for block in 0..self.n_queries().div_ceil(QUERIES) {
                 let q = &q[block * spec.head_dim..][..spec.head_dim];
-                self.attend_block(level, q, k, v, first, block * QUERIES, part);
+                self.attend_block(level, &Tile { first, k, v }, q, block * QUERIES, part);
             }
         }
     }
 
-    /// A block of queries, from `query` on, over the tile at `first`.
+    /// A block of queries, from `query` on, over a tile.
     fn attend_block(
         &self,
         level: CpuLevel,
+        tile: &Tile<'_>,
         q: &[[f32; QUERIES]],
-        k: &[ByPosition],
-        v: &[Line],
-        first: usize,
         query: usize,
         part: &mut Part<'_>,
     ) {
+        let Tile { first, k, v } = *tile;
         let n = QUERIES.min(self.n_queries() - query);
         let n_lines = v.len() / POSITIONS;
         // What a row sees of the tile.
@@ -602,6 +601,13 @@ impl Run<'_> {
             mix(level, &alone, v, n_lines, &mut part.acc[(query + i) * n_lines..][..n_lines]);
         }
     }
+}
+
+/// Positions from `first` on, widened.
+struct Tile<'a> {
+    first: usize,
+    k: &'a [ByPosition],
+    v: &'a [Line],
 }
 
 /// Buffers of a span: packed queries, keys and values of a tile.

@@ -31,7 +31,7 @@ pub(crate) const QUERIES: usize = 8;
 /// One register of AVX-512.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C, align(64))]
-pub(crate) struct Line(pub(crate) [f32; Line::LEN]);
+pub(crate) struct Line(pub(crate) [f32; Self::LEN]);
 
 impl Line {
     pub(crate) const LEN: usize = 16;
