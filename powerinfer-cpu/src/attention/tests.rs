@@ -265,7 +265,7 @@ fn a_position_beyond_the_reserved_length_panics() {
     caches.write(&mut Pool::try_new(1).unwrap(), &spec, 0, &[row(0, 5)], &k, &k);
 }
 
-/// Seconds that this thread has computed, where the system tells; a busy machine does not change them much.
+/// Seconds that this thread has computed, where the system tells, to a few milliseconds.
 fn thread_seconds() -> Option<f64> {
     let stat = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
     Some(stat.split(' ').next()?.parse::<f64>().ok()? * 1e-9)
@@ -276,8 +276,6 @@ fn thread_seconds() -> Option<f64> {
 fn timing() {
     use std::hint::black_box;
     use std::time::Instant;
-    let start = Instant::now();
-    let now = || thread_seconds().unwrap_or_else(|| start.elapsed().as_secs_f64());
     for ((n_head, n_head_kv), ty) in [(32, 8), (9, 3)].into_iter().flat_map(|n| TYPES.map(|ty| (n, ty))) {
         let spec = ModelSpec { n_layer: 8, ..spec(n_head, n_head_kv, 64) };
         let mut cpu = Cpu { pool: Pool::try_new(1).unwrap(), level: CpuLevel::detect() };
@@ -297,17 +295,23 @@ fn timing() {
             let mut out = vec![0.0; q.len()];
             let n_repeats = if n_rows > 1 { 4 } else { 100_000 / n_pos };
             let mut best = f64::INFINITY;
+            let computed = thread_seconds();
             for layer in (0..n_repeats).flat_map(|_| 0..spec.n_layer) {
                 let queries = Queries { spec: &spec, caches: &caches, layer, rows, q: black_box(&q) };
-                let start = now();
+                let start = Instant::now();
                 attention(&mut cpu, &mut scratch, queries, &mut out);
-                best = best.min(now() - start);
+                best = best.min(start.elapsed().as_secs_f64());
             }
+            let n_calls = (n_repeats * spec.n_layer) as f64;
+            let mean =
+                thread_seconds().zip(computed).map_or(f64::NAN, |(end, start)| (end - start) / n_calls);
             let n_positions: usize = rows.iter().map(|r| r.pos as usize + 1).sum();
             let gb_s = (n_positions * 2 * ty.n_bytes(spec.kv_dim())) as f64 / best / 1e9;
             println!(
-                "{n_head}/{n_head_kv} heads, {ty:?}, {n_pos} positions, {n_rows} rows: {:.1} us, {gb_s:.2} GB/s",
-                best * 1e6
+                "{n_head}/{n_head_kv} heads, {ty:?}, {n_pos} positions, {n_rows} rows: {:.1} us, {gb_s:.2} GB/s; \
+                 {:.1} us of computing on average",
+                best * 1e6,
+                mean * 1e6
             );
         }
     }
