@@ -562,46 +562,58 @@ impl Run<'_> {
             widen(level, head.values(&self.cache.v[tile]), spec.head_dim, &mut v[..n * n_lines]);
             for block in 0..self.n_queries().div_ceil(QUERIES) {
                 let q = &q[block * spec.head_dim..][..spec.head_dim];
-                self.attend_block(level, q, k, v, first, block * QUERIES, part);
+                self.attend_block(level, &Tile { first, k, v }, q, block * QUERIES, part);
             }
         }
     }
 
-    /// A block of queries, from `query` on, over the tile at `first`.
+    /// A block of queries, from `query` on, over a tile.
     fn attend_block(
         &self,
         level: CpuLevel,
+        tile: &Tile<'_>,
         q: &[[f32; QUERIES]],
-        k: &[ByPosition],
-        v: &[Line],
-        first: usize,
         query: usize,
         part: &mut Part<'_>,
     ) {
+        let Tile { first, k, v } = *tile;
         let n = QUERIES.min(self.n_queries() - query);
         let n_lines = v.len() / POSITIONS;
-        // What a row sees of the tile.
-        let seen = |i: usize| {
-            let row = (query + i) / per_kv(self.queries.spec);
-            (self.first_pos + row + 1).saturating_sub(first).min(POSITIONS)
-        };
+        // How much of the tile each query sees. Counted, since a division for each would cost as much as its softmax.
+        let per_kv = per_kv(self.queries.spec);
+        let (mut row, mut head) = (query / per_kv, query % per_kv);
+        let seen: [usize; QUERIES] = std::array::from_fn(|_| {
+            let seen = (self.first_pos + row + 1).saturating_sub(first).min(POSITIONS);
+            head += 1;
+            if head == per_kv {
+                (row, head) = (row + 1, 0);
+            }
+            seen
+        });
         let mut shares = [ByPosition::zeroed(); QUERIES];
         let mut shrink = [1.0; QUERIES];
         scores(level, q, k, &mut shares[..n]);
-        for i in (0..n).filter(|&i| seen(i) > 0) {
+        for i in (0..n).filter(|&i| seen[i] > 0) {
             let mut running = part.running(query + i);
-            shrink[i] = softmax(level, &mut shares[i], seen(i), &mut running);
+            shrink[i] = softmax(level, &mut shares[i], seen[i], &mut running);
             part.set_running(query + i, running);
         }
         // What all of them see, and then what only later rows do.
-        let common = seen(0);
+        let common = seen[0];
         let together = Shares { shares: &shares[..n], shrink: &shrink[..n], from: 0, to: common };
         mix(level, &together, v, n_lines, &mut part.acc[query * n_lines..][..n * n_lines]);
-        for i in (0..n).filter(|&i| seen(i) > common) {
-            let alone = Shares { shares: &shares[i..=i], shrink: &[1.0], from: common, to: seen(i) };
+        for i in (0..n).filter(|&i| seen[i] > common) {
+            let alone = Shares { shares: &shares[i..=i], shrink: &[1.0], from: common, to: seen[i] };
             mix(level, &alone, v, n_lines, &mut part.acc[(query + i) * n_lines..][..n_lines]);
         }
     }
+}
+
+/// Positions from `first` on, widened.
+struct Tile<'a> {
+    first: usize,
+    k: &'a [ByPosition],
+    v: &'a [Line],
 }
 
 /// Buffers of a span: packed queries, keys and values of a tile.

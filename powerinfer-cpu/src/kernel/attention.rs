@@ -31,10 +31,10 @@ pub(crate) const QUERIES: usize = 8;
 /// One register of AVX-512.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C, align(64))]
-pub(crate) struct Line(pub(crate) [f32; Line::LEN]);
+pub(crate) struct Line(pub(crate) [f32; 16]);
 
 impl Line {
-    pub(crate) const LEN: usize = 16;
+    pub(crate) const LEN: usize = size_of::<Self>() / size_of::<f32>();
     pub(crate) const ZERO: Self = Self([0.0; Self::LEN]);
 }
 

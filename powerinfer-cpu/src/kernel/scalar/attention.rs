@@ -8,7 +8,7 @@ use super::super::attention::{
 };
 
 pub(in crate::kernel) fn widen(kept: Kept<'_>, row_len: usize, to: &mut [Line]) {
-    let rows = to.chunks_exact_mut(lines(row_len)).map(|row| bytemuck::cast_slice_mut::<Line, f32>(row));
+    let rows = to.chunks_exact_mut(lines(row_len)).map(bytemuck::cast_slice_mut::<Line, f32>);
     match kept {
         Kept::F32(x) => rows.enumerate().for_each(|(i, to)| {
             to[..row_len].copy_from_slice(&x[i * row_len..][..row_len]);
