@@ -8,8 +8,8 @@ use powerinfer_gguf::{GgmlType, GgufError, GgufModel, Magic};
 use powerinfer_predictor::{CalibrationFile, PredictorError};
 use powerinfer_sparse_ops::{
     Activation, ActiveMode, BackendError, BlockKind, DensePart, DownWeights, EmbeddingWeights, FfnWeights,
-    Gating, HeadWeights, LayerId, LayerWeights, Linear, ModelSpec, NormWeights, PredictorWeights, ShapeError,
-    WeightMatrix, WeightType,
+    Gating, HeadWeights, LayerId, LayerWeights, Linear, LowRank, ModelSpec, NormWeights, PredictorWeights,
+    ShapeError, WeightMatrix, WeightType,
 };
 
 use crate::devices::Device;
@@ -498,7 +498,7 @@ fn read_predictor(
             got: "NaN".to_owned(),
         });
     }
-    let predictor = PredictorWeights { fc1, fc2, threshold };
+    let predictor = PredictorWeights::LowRank(LowRank { fc1, fc2, threshold });
     predictor.check(tensors.spec, layer)?;
     Ok(Some(predictor))
 }
@@ -592,9 +592,15 @@ fn check_predictors(
         .map(|(layer, _): (u32, _)| layer.to_string())
         .collect();
     let Some(first) = missing.first() else {
-        let ranks: Vec<usize> = predictors.iter().flatten().map(|p| p.fc1.n_rows()).collect();
+        let low_rank = || {
+            predictors.iter().flatten().filter_map(|p| match p {
+                PredictorWeights::LowRank(p) => Some(p),
+                PredictorWeights::GateCopy(_) => None,
+            })
+        };
+        let ranks: Vec<usize> = low_rank().map(|p| p.fc1.n_rows()).collect();
         let (low, high) = (ranks.iter().min().copied(), ranks.iter().max().copied());
-        let threshold = predictors.iter().flatten().next().map_or(0.0, |p| p.threshold);
+        let threshold = low_rank().next().map_or(0.0, |p| p.threshold);
         notes.info(format!(
             "predictors in all {} layers, rank {} to {}, threshold {threshold}",
             spec.n_layer,

@@ -12,11 +12,12 @@ use powerinfer_sparse_ops::{
 use crate::attention::{KvCache, KvCaches, KvType, attention};
 use crate::ffn::{FfnScratch, LayerFfn, ffn};
 use crate::input::{Forms, Input, InputBuffers};
-use crate::kernel::{AXPY_TYPES, TILE, dot_rows};
+use crate::kernel::AXPY_TYPES;
 use crate::level::CpuLevel;
 use crate::matmul::{Cpu, matmul};
 use crate::ops::{add, add_batch, norm, rope_table, rotate};
 use crate::pool::{Pool, default_threads};
+use crate::predict::{self, PredictScratch, predict};
 
 /// Name in messages and summaries.
 const NAME: &str = "cpu";
@@ -85,8 +86,7 @@ struct Scratch {
     rope: Vec<(f32, f32)>,
     /// One row of a position table, `[n_embd]`.
     position: Vec<f32>,
-    /// Inner values of a predictor, `[n_rows, rank]`.
-    inner: Vec<f32>,
+    predict: PredictScratch,
     inputs: InputBuffers,
     ffn: FfnScratch,
     /// Partial sums between start and finish; two, so that the next layer may start before the last is finished.
@@ -148,8 +148,8 @@ impl CpuBackend {
         let ffns = || self.layers.iter().filter_map(|l| l.ffn.as_ref());
         let by_output = ffns().any(LayerFfn::is_by_output);
         let by_neuron = ffns().any(|f| !f.is_by_output());
-        let ranks = self.layers.iter().filter_map(|l| l.predictor.as_ref()).map(|p| p.fc1.n_rows());
-        let rank = ranks.max().unwrap_or(0);
+        let predictors = || self.layers.iter().filter_map(|l| l.predictor.as_ref());
+        let rank = predictors().map(predict::rank).max().unwrap_or(0);
         let hidden = if by_output { spec.max_n_ff() } else { 0 };
         let s = &mut self.scratch;
         let grow = |v: &mut Vec<f32>, n: usize| v.resize(v.len().max(n), 0.0);
@@ -160,11 +160,11 @@ impl CpuBackend {
         grow(&mut s.v, rows * spec.kv_dim());
         grow(&mut s.mixed, rows * spec.q_dim());
         grow(&mut s.position, spec.n_embd);
-        grow(&mut s.inner, rows * rank);
         s.partial.iter_mut().for_each(|p| grow(&mut p.sum, rows * spec.n_embd));
         let n_pairs = spec.rope.as_ref().map_or(0, |r| r.freqs.len());
         s.rope.resize(s.rope.len().max(rows * n_pairs), (1.0, 0.0));
         s.inputs.reserve(rows * spec.n_embd.max(spec.q_dim()).max(rank).max(hidden));
+        s.predict.reserve(predictors(), rows);
         s.ffn.reserve(spec, rows, by_neuron, by_output);
     }
 
@@ -275,8 +275,10 @@ impl HybridBackend for CpuBackend {
 
     fn load_predictor(&mut self, layer: LayerId, weights: PredictorWeights) -> Result<(), BackendError> {
         weights.check(&self.spec, layer)?;
-        Self::check_type(&weights.fc1, "predictor", &WeightType::ALL)?;
-        Self::check_type(&weights.fc2, "predictor", &WeightType::ALL)?;
+        if let PredictorWeights::LowRank(p) = &weights {
+            Self::check_type(&p.fc1, "predictor", &WeightType::ALL)?;
+            Self::check_type(&p.fc2, "predictor", &WeightType::ALL)?;
+        }
         self.layers[layer.index()].predictor = Some(weights);
         self.make_room(0);
         Ok(())
@@ -385,15 +387,8 @@ impl HybridBackend for CpuBackend {
             out.active.fill();
             return;
         };
-        // Both kinds of predictor input are the residual stream at the time of this call.
-        let rank = p.fc1.n_rows();
-        let inner = &mut self.scratch.inner[..n * rank];
-        let input = self.scratch.inputs.prepare(&mut cpu.pool, h, spec.n_embd, Forms::of(p.fc1.ty()));
-        matmul(cpu, &p.fc1, &input, None, inner);
-        inner.iter_mut().for_each(|v| *v = v.max(0.0));
-        let input = self.scratch.inputs.prepare(&mut cpu.pool, inner, rank, Forms::of(p.fc2.ty()));
-        score(cpu, p, &input, out);
-        let bytes = (p.fc1.n_bytes() + p.fc2.n_bytes()) as u64;
+        let (inputs, scratch) = (&mut self.scratch.inputs, &mut self.scratch.predict);
+        let bytes = predict(cpu, p, step, h, inputs, scratch, out);
         self.cost.predictor_bytes += bytes;
         self.cost.weight_bytes += bytes;
     }
@@ -458,27 +453,6 @@ impl HybridBackend for CpuBackend {
     fn take_cost(&mut self) -> StepCost {
         std::mem::take(&mut self.cost)
     }
-}
-
-/// Puts the neurons whose score is not below the threshold into the active sets.
-fn score(cpu: &mut Cpu, p: &PredictorWeights, inner: &Input<'_>, out: &mut FfnInput) {
-    let (n_ff, n_words) = (out.active.n_ff(), out.active.words_per_row());
-    let level = cpu.level;
-    cpu.pool.run_columns(out.active.words_mut(), n_words, 1, |word, column| {
-        for neuron in word * 64..n_ff.min((word + 1) * 64) {
-            for start in (0..column.n_rows()).step_by(TILE) {
-                let rows: [usize; TILE] = std::array::from_fn(|t| start + t);
-                let n = TILE.min(column.n_rows() - start);
-                let mut scores = [0.0; TILE];
-                dot_rows(level, p.fc2.ty(), p.fc2.row(neuron), inner, &rows[..n], &mut scores[..n]);
-                for (row, score) in rows[..n].iter().zip(scores) {
-                    // NaN counts as active.
-                    let inactive = score < p.threshold;
-                    column.row(*row)[0] |= u64::from(!inactive) << (neuron % 64);
-                }
-            }
-        }
-    });
 }
 
 /// Asks the system for so many bytes, and gives them back.

@@ -28,11 +28,12 @@ mod level;
 mod matmul;
 mod ops;
 mod pool;
+mod predict;
 mod relaid;
 
 pub use attention::KvType;
 pub use backend::{CpuBackend, CpuOptions};
+pub use level::CpuLevel;
 #[cfg(target_arch = "x86_64")]
 pub use level::{Avx2, Avx512};
-pub use level::CpuLevel;
 pub use pool::{Columns, Pool, default_threads};

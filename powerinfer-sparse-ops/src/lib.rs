@@ -13,6 +13,7 @@
 
 mod backend;
 pub mod block;
+mod gate_copy;
 mod ids;
 mod model;
 pub mod reference;
@@ -24,11 +25,12 @@ pub use backend::{
     ActiveMode, BackendError, BackendInfo, FfnInput, HybridBackend, Step, StepCost, StepRow, Ticket,
 };
 pub use block::ActivationType;
+pub use gate_copy::{GateCopy, GateCopyError, GateCopyParts, GateInput, find_outlier_columns};
 pub use ids::{LayerId, NeuronId, RowId, SeqId, TokenId};
 pub use model::{Activation, BlockKind, Gating, ModelSpec, Norm, NormKind, Rope, RopeKind, RopeScaling};
 pub use sets::{ActiveBatch, NeuronSet};
 pub use weight_type::WeightType;
 pub use weights::{
-    DensePart, DownWeights, EmbeddingWeights, FfnWeights, HeadWeights, LayerWeights, Linear, NormWeights,
-    PredictorWeights, ShapeError, WeightBytes, WeightMatrix,
+    DensePart, DownWeights, EmbeddingWeights, FfnWeights, HeadWeights, LayerWeights, Linear, LowRank,
+    NormWeights, PredictorWeights, ShapeError, WeightBytes, WeightMatrix,
 };

@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::{LayerId, ModelSpec, WeightType, block};
+use crate::{GateCopy, LayerId, ModelSpec, WeightType, block};
 
 /// A range of bytes kept alive by a shared owner: a mapped file, or a buffer.
 #[derive(Clone)]
@@ -469,16 +469,14 @@ impl FfnWeights {
     }
 }
 
-/// The low-rank predictor of a sparse file: `score = fc2 · relu(fc1 · input)`, active if not
-/// `score < threshold` (so equality and NaN count as active).
+/// What names the neurons of a layer that are worth computing.
 #[derive(Clone, Debug)]
-pub struct PredictorWeights {
-    /// `[rank, n_embd]`.
-    pub fc1: WeightMatrix,
-    /// `[n_ff, rank]`.
-    pub fc2: WeightMatrix,
-    /// Compared with the raw score.
-    pub threshold: f32,
+pub enum PredictorWeights {
+    /// The one of a sparse file. It reads the residual stream.
+    LowRank(LowRank),
+    /// A 2-bit copy of the gate with calibrated thresholds. It reads the FFN's normed input; rows at absolute position 0
+    /// are not predicted, all their neurons are active.
+    GateCopy(Arc<GateCopy>),
 }
 
 impl PredictorWeights {
@@ -487,9 +485,40 @@ impl PredictorWeights {
     /// # Errors
     /// [`ShapeError::Shape`] naming the first tensor that differs.
     pub fn check(&self, spec: &ModelSpec, layer: LayerId) -> Result<(), ShapeError> {
-        expect_shape(&self.fc1, self.fc1.n_rows(), spec.n_embd)?;
-        expect_shape(&self.fc2, spec.n_ff[layer.index()], self.fc1.n_rows())
+        let (n_ff, n_embd) = (spec.n_ff[layer.index()], spec.n_embd);
+        match self {
+            Self::LowRank(p) => {
+                expect_shape(&p.fc1, p.fc1.n_rows(), n_embd)?;
+                expect_shape(&p.fc2, n_ff, p.fc1.n_rows())
+            }
+            Self::GateCopy(p) if (p.n_ff(), p.n_embd()) == (n_ff, n_embd) => Ok(()),
+            Self::GateCopy(p) => Err(ShapeError::Shape {
+                tensor: format!("blk.{layer} gate copy"),
+                expected: vec![n_embd, n_ff],
+                got: vec![p.n_embd(), p.n_ff()],
+            }),
+        }
     }
+
+    /// Bytes that scoring all neurons reads.
+    pub fn n_bytes(&self) -> usize {
+        match self {
+            Self::LowRank(p) => p.fc1.n_bytes() + p.fc2.n_bytes(),
+            Self::GateCopy(p) => p.n_bytes(),
+        }
+    }
+}
+
+/// The low-rank predictor of a sparse file: `score = fc2 · relu(fc1 · h)` of the residual stream `h`, active if not
+/// `score < threshold` (so equality and NaN count as active).
+#[derive(Clone, Debug)]
+pub struct LowRank {
+    /// `[rank, n_embd]`.
+    pub fc1: WeightMatrix,
+    /// `[n_ff, rank]`.
+    pub fc2: WeightMatrix,
+    /// Compared with the raw score.
+    pub threshold: f32,
 }
 
 fn expect_len(tensor: &str, got: usize, expected: usize) -> Result<(), ShapeError> {

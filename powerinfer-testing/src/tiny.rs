@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use powerinfer_sparse_ops::{
     Activation, BlockKind, DensePart, DownWeights, EmbeddingWeights, FfnWeights, Gating, HeadWeights,
-    HybridBackend, LayerId, LayerWeights, Linear, ModelSpec, NeuronSet, Norm, NormKind, NormWeights,
+    HybridBackend, LayerId, LayerWeights, Linear, LowRank, ModelSpec, NeuronSet, Norm, NormKind, NormWeights,
     PredictorWeights, Rope, RopeKind, RopeScaling, WeightBytes, WeightMatrix, WeightType, block,
 };
 
@@ -258,11 +258,11 @@ impl Draw {
 
     fn predictor(&mut self, spec: &ModelSpec) -> PredictorWeights {
         const RANK: usize = 8;
-        PredictorWeights {
+        PredictorWeights::LowRank(LowRank {
             fc1: self.matrix("fc1", WeightType::F32, RANK, spec.n_embd),
             fc2: self.matrix("fc2", WeightType::F32, self.options.n_ff, RANK),
             threshold: 0.9,
-        }
+        })
     }
 }
 

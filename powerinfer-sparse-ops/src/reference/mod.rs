@@ -321,19 +321,35 @@ impl HybridBackend for ReferenceBackend {
             out.active.fill();
             return;
         };
-        // A parallel block comes here before attention, so the residual is what its predictor reads.
-        for row in 0..self.n_rows {
-            let mut inner = self.matrix(&predictor.fc1, self.row(row));
-            inner.iter_mut().for_each(|v| *v = v.max(0.0));
-            for (j, score) in self.products(&predictor.fc2, &inner, 0..n_ff) {
+        let mut is_read = false;
+        for (row, step_row) in step.rows.iter().enumerate() {
+            let scores = match predictor {
+                // A parallel block comes here before attention, so the residual is what its predictor reads.
+                PredictorWeights::LowRank(p) => {
+                    let mut inner = self.matrix(&p.fc1, self.row(row));
+                    inner.iter_mut().for_each(|v| *v = v.max(0.0));
+                    let scores = self.products(&p.fc2, &inner, 0..n_ff);
+                    scores.map(|(_, score)| (score, p.threshold)).collect::<Vec<_>>()
+                }
+                PredictorWeights::GateCopy(_) if step_row.pos == 0 => {
+                    (0..n_ff).for_each(|j| out.active.insert(row, NeuronId(j as u32)));
+                    continue;
+                }
+                PredictorWeights::GateCopy(p) => {
+                    let x = &out.x[row * self.spec.n_embd..][..self.spec.n_embd];
+                    p.score(x).into_iter().zip(p.thresholds().iter().copied()).collect()
+                }
+            };
+            is_read = true;
+            for (j, (score, threshold)) in scores.into_iter().enumerate() {
                 // Written so that NaN counts as active.
-                let inactive = score < predictor.threshold;
+                let inactive = score < threshold;
                 if !inactive {
                     out.active.insert(row, NeuronId(j as u32));
                 }
             }
         }
-        let bytes = (predictor.fc1.n_bytes() + predictor.fc2.n_bytes()) as u64;
+        let bytes = if is_read { predictor.n_bytes() as u64 } else { 0 };
         self.cost.predictor_bytes += bytes;
         self.cost.weight_bytes += bytes;
     }
