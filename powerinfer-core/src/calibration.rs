@@ -18,9 +18,7 @@ mod timing;
 mod truth;
 
 use powerinfer_gguf::GgufModel;
-use powerinfer_predictor::{
-    CalibrationFile, CalibrationLayer, LayerFigures, PredictorError, RecallFigures, UseReason,
-};
+use powerinfer_predictor::{CalibrationFile, CalibrationLayer, LayerFigures, PredictorError, UseReason};
 use powerinfer_sparse_ops::{
     ActiveMode, GateCopy, GateCopyError, LayerId, ModelSpec, TokenId, find_outlier_columns,
 };
@@ -193,16 +191,23 @@ pub fn calibrate(
     let sequences = cut::sequences(texts, &spec, &options.record)?;
     let folds = cut::folds(&sequences);
     let mut layers = Vec::with_capacity(spec.n_layer);
-    record::by_groups(&model, ActiveMode::Dense, &sequences, &options.record, cancel, progress, |layer, recorded| {
-        let truth = Truth::read(file, &spec, layer)?;
-        layers.push(calibrate_layer(&truth, recorded, &folds, &recalls, options.record.threads)?);
-        Ok(())
-    })?;
+    record::by_groups(
+        &model,
+        ActiveMode::Dense,
+        &sequences,
+        &options.record,
+        cancel,
+        progress,
+        |layer, recorded| {
+            let truth = Truth::read(file, &spec, layer)?;
+            layers.push(calibrate_layer(&truth, recorded, &folds, &recalls, options.record.threads)?);
+            Ok(())
+        },
+    )?;
     // Two copies of the weights at once would be one too many.
     drop(model);
     let n_tokens = sequences.iter().map(|s| s.tokens.len() as u64).sum();
-    let mut calibration =
-        CalibrationFile::new(fingerprint(file), n_tokens, recalls, options.recall, layers)?;
+    let mut calibration = CalibrationFile::new(fingerprint(file), n_tokens, recalls, options.recall, layers)?;
     if !options.all_layers {
         let model = Model::load_calibrated(file, &calibration, &plain)?;
         timing::decide(&model, &sequences, &mut calibration, cancel, progress)?;

@@ -545,10 +545,7 @@ fn gate_copies(
     notes: &mut Notes,
 ) -> Result<Vec<Option<PredictorWeights>>, LoadError> {
     if calibration.layers().len() != spec.n_layer {
-        return Err(LoadError::CalibrationLayers {
-            expected: spec.n_layer,
-            got: calibration.layers().len(),
-        });
+        return Err(LoadError::CalibrationLayers { expected: spec.n_layer, got: calibration.layers().len() });
     }
     let recall_ix = calibration.recall_ix(options.recall)?;
     let mut predictors = Vec::with_capacity(spec.n_layer);

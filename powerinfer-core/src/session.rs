@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use powerinfer_sparse_ops::{ActiveMode, BackendError, FfnInput, LayerId, SeqId, Step, StepCost, StepRow, TokenId};
+use powerinfer_sparse_ops::{
+    ActiveMode, BackendError, FfnInput, LayerId, SeqId, Step, StepCost, StepRow, TokenId,
+};
 
 use crate::forward::{Forward, Probe, Watch};
 use crate::model::Shared;

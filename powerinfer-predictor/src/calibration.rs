@@ -17,7 +17,8 @@ use crate::weights::{FloatType, read};
 /// The one key of the file's metadata; its value is JSON.
 const KEY: &str = "powerinfer.calibration";
 const VERSION: u32 = 1;
-const EXPECTED: &str = "`blk.N.` and one of `codes`, `scales`, `thresholds`, `mean`, `outliers`, `outlier_weights`";
+const EXPECTED: &str =
+    "`blk.N.` and one of `codes`, `scales`, `thresholds`, `mean`, `outliers`, `outlier_weights`";
 
 /// What a layer's copy did on text that set none of its numbers.
 ///
@@ -166,7 +167,8 @@ impl CalibrationFile {
         default_recall: f32,
         layers: Vec<CalibrationLayer>,
     ) -> Result<Self, PredictorError> {
-        let first = layers.first().ok_or_else(|| PredictorError::NoLayers { expected: name(LayerId(0), "codes") })?;
+        let first =
+            layers.first().ok_or_else(|| PredictorError::NoLayers { expected: name(LayerId(0), "codes") })?;
         // Written so that NaN is refused.
         let ascend = recalls.windows(2).all(|pair| pair[0] < pair[1]);
         if recalls.is_empty() || !ascend || !recalls.iter().all(|&r| r > 0.0 && r < 1.0) {
@@ -225,15 +227,14 @@ impl CalibrationFile {
             got: "nothing".to_owned(),
         })?;
         let version = version(text)?;
-        if version != VERSION.into() {
+        if version != serde_json::Value::from(VERSION) {
             return Err(PredictorError::Calibration {
                 key: "version",
                 expected: "1",
                 got: shortened(&version.to_string()),
             });
         }
-        let header: Header =
-            serde_json::from_str(text).map_err(|error| PredictorError::Json(Some(error)))?;
+        let header: Header = serde_json::from_str(text).map_err(|error| PredictorError::Json(Some(error)))?;
         let file = SafeTensors::deserialize(bytes)?;
         let mut views: BTreeMap<LayerId, HashMap<&str, TensorView<'_>>> = BTreeMap::new();
         for (name, view) in file.iter() {
@@ -409,19 +410,20 @@ fn parse_layer(
     shape("scales", scales, &[n_ff])?;
     shape("mean", mean, &[n_embd])?;
     shape("thresholds", thresholds, &[figures.at.len(), n_ff])?;
-    let (outliers, outlier_weights) = if views.contains_key("outliers") || views.contains_key("outlier_weights") {
-        let outliers = part("outliers", Dtype::U32, "U32")?;
-        let weights = part("outlier_weights", Dtype::F16, "F16")?;
-        let n_outliers = outliers.data().len() / 4;
-        shape("outliers", outliers, &[n_outliers])?;
-        shape("outlier_weights", weights, &[n_ff, n_outliers])?;
-        (
-            outliers.data().as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)).collect(),
-            weights.data().as_chunks().0.iter().map(|b| f16::from_le_bytes(*b)).collect(),
-        )
-    } else {
-        (Vec::new(), Vec::new())
-    };
+    let (outliers, outlier_weights) =
+        if views.contains_key("outliers") || views.contains_key("outlier_weights") {
+            let outliers = part("outliers", Dtype::U32, "U32")?;
+            let weights = part("outlier_weights", Dtype::F16, "F16")?;
+            let n_outliers = outliers.data().len() / 4;
+            shape("outliers", outliers, &[n_outliers])?;
+            shape("outlier_weights", weights, &[n_ff, n_outliers])?;
+            (
+                outliers.data().as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)).collect(),
+                weights.data().as_chunks().0.iter().map(|b| f16::from_le_bytes(*b)).collect(),
+            )
+        } else {
+            (Vec::new(), Vec::new())
+        };
     let copy = GateCopy::try_new(GateCopyParts {
         n_ff,
         n_embd,

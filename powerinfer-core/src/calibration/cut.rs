@@ -77,8 +77,7 @@ mod tests {
     use super::*;
 
     fn cut(lens: &[usize], options: &RecordOptions) -> Result<Vec<Sequence>, CalibrateError> {
-        let texts: Vec<Vec<TokenId>> =
-            lens.iter().map(|&n| (0..n as u32).map(TokenId).collect()).collect();
+        let texts: Vec<Vec<TokenId>> = lens.iter().map(|&n| (0..n as u32).map(TokenId).collect()).collect();
         sequences(&texts, &TinyModel::new(TinyOptions::default()).spec, options)
     }
 

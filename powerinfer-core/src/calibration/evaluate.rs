@@ -44,12 +44,20 @@ pub fn evaluate(
     }
     let sequences = cut::sequences(texts, spec, options)?;
     let mut layers = Vec::with_capacity(spec.n_layer);
-    record::by_groups(model, ActiveMode::Predictor, &sequences, options, cancel, progress, |layer, recorded| {
-        let truth = Truth::read(file, spec, layer)?;
-        let predicted = model.layer_has_predictor(layer);
-        layers.push(evaluate_layer(&truth, recorded, predicted, options.threads));
-        Ok(())
-    })?;
+    record::by_groups(
+        model,
+        ActiveMode::Predictor,
+        &sequences,
+        options,
+        cancel,
+        progress,
+        |layer, recorded| {
+            let truth = Truth::read(file, spec, layer)?;
+            let predicted = model.layer_has_predictor(layer);
+            layers.push(evaluate_layer(&truth, recorded, predicted, options.threads));
+            Ok(())
+        },
+    )?;
     Ok(layers)
 }
 

@@ -143,8 +143,7 @@ impl<'a> Held<'a> {
 
     /// How the rule does at this recall: each part under the bound of the other.
     pub(super) fn figures(&self, recall: f32) -> RecallFigures {
-        let (a, b) =
-            (self.count(self.bound(recall, Some(1)), 0), self.count(self.bound(recall, Some(0)), 1));
+        let (a, b) = (self.count(self.bound(recall, Some(1)), 0), self.count(self.bound(recall, Some(0)), 1));
         let share = |part: u64, whole: u64| if whole == 0 { 1.0 } else { part as f64 / whole as f64 };
         let mass = a.mass + b.mass;
         RecallFigures {

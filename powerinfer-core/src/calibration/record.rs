@@ -73,7 +73,8 @@ pub(super) fn by_groups(
     let layer_bytes = n_rows * (spec.n_embd * 4 + set_bytes);
     let group = (options.memory_bytes / layer_bytes.max(1)).clamp(1, spec.n_layer);
     let n_tokens: usize = sequences.iter().map(|s| s.tokens.len()).sum();
-    let mut tokens = Progress { phase: Phase::Record, done: 0, total: n_tokens * spec.n_layer.div_ceil(group) };
+    let mut tokens =
+        Progress { phase: Phase::Record, done: 0, total: n_tokens * spec.n_layer.div_ceil(group) };
     for first in (0..spec.n_layer).step_by(group) {
         let layers = first..spec.n_layer.min(first + group);
         let empty = || Recorded {
