@@ -1,9 +1,9 @@
 //! Predictors: which neurons of a layer are worth computing.
 
-use powerinfer_sparse_ops::{FfnInput, GateCopy, LowRank, PredictorWeights, Step};
+use powerinfer_sparse_ops::{ActiveBatch, FfnInput, GateCopy, GateInput, LowRank, PredictorWeights, Step};
 
 use crate::input::{Forms, Input, InputBuffers};
-use crate::kernel::{TILE, dot_rows};
+use crate::kernel::{GATE_TILE, GateToken, TILE, dot_rows, gate_word};
 use crate::matmul::{Cpu, matmul};
 
 /// Room for predictions.
@@ -11,6 +11,10 @@ use crate::matmul::{Cpu, matmul};
 pub(crate) struct PredictScratch {
     /// Inner values of a low-rank predictor, `[n_rows, rank]`.
     inner: Vec<f32>,
+    /// Rows of the step that a gate copy scores.
+    rows: Vec<usize>,
+    /// Their inputs.
+    inputs: Vec<GateBuffer>,
 }
 
 impl PredictScratch {
@@ -26,7 +30,11 @@ impl PredictScratch {
                     let n = n_rows * p.fc1.n_rows();
                     self.inner.resize(self.inner.len().max(n), 0.0);
                 }
-                PredictorWeights::GateCopy(_) => {}
+                PredictorWeights::GateCopy(p) => {
+                    self.rows.reserve(n_rows);
+                    self.inputs.resize_with(self.inputs.len().max(n_rows), GateBuffer::default);
+                    self.inputs.iter_mut().for_each(|input| input.reserve(p));
+                }
             }
         }
     }
@@ -100,24 +108,87 @@ fn low_rank_score(cpu: &mut Cpu, p: &LowRank, inner: &Input<'_>, out: &mut FfnIn
     });
 }
 
+/// Row 0 of a sequence is not predicted: there the few neurons that matter most are the least usual ones.
 fn gate_copy(
-    _cpu: &mut Cpu,
+    cpu: &mut Cpu,
     p: &GateCopy,
     step: &Step<'_>,
-    _scratch: &mut PredictScratch,
+    scratch: &mut PredictScratch,
     out: &mut FfnInput,
 ) -> u64 {
-    let mut bytes = 0;
+    scratch.rows.clear();
     for (row, step_row) in step.rows.iter().enumerate() {
-        let words = out.active.row_mut(row);
         if step_row.pos == 0 {
-            (0..p.n_ff()).for_each(|neuron| words[neuron / 64] |= 1 << (neuron % 64));
-            continue;
-        }
-        bytes = p.n_bytes() as u64;
-        for (neuron, score) in p.score(&out.x[row * p.n_embd()..][..p.n_embd()]).into_iter().enumerate() {
-            words[neuron / 64] |= u64::from(p.is_active(neuron, score)) << (neuron % 64);
+            out.active.fill_row(row);
+        } else {
+            scratch.rows.push(row);
         }
     }
-    bytes
+    if scratch.rows.is_empty() {
+        return 0;
+    }
+    let (rows, inputs) = (&scratch.rows[..], &mut scratch.inputs[..scratch.rows.len()]);
+    let (x, n_embd) = (&out.x[..], p.n_embd());
+    cpu.pool.run_pieces(inputs, 1, |i, input| input[0].set(p, &x[rows[i] * n_embd..][..n_embd]));
+    gate_scores(cpu, p, rows, inputs, &mut out.active);
+    p.n_bytes() as u64
+}
+
+/// Scores the rows `rows` of the step and sets their bits.
+fn gate_scores(cpu: &mut Cpu, p: &GateCopy, rows: &[usize], inputs: &[GateBuffer], active: &mut ActiveBatch) {
+    let (level, n_words) = (cpu.level, active.words_per_row());
+    // Codes of a piece: enough that handing it out costs little, and within the second level cache, since all tokens
+    // pass by.
+    const PIECE_BYTES: usize = 64 << 10;
+    let at_most = n_words.div_ceil(4 * cpu.pool.n_threads());
+    let band = (PIECE_BYTES / (64 * p.row_bytes().max(1))).clamp(1, at_most.max(1));
+    cpu.pool.run_columns(active.words_mut(), n_words, band, |_, columns| {
+        let words = columns.range();
+        let (tiles, rest) = inputs.as_chunks::<GATE_TILE>();
+        for (tile, rows) in tiles.iter().zip(rows.as_chunks::<GATE_TILE>().0) {
+            let tokens = std::array::from_fn::<_, GATE_TILE, _>(|t| tile[t].token(p));
+            for word in words.clone() {
+                let bits = gate_word(level, p, word, tokens);
+                for (row, bits) in rows.iter().zip(bits) {
+                    columns.row(*row)[word - words.start] = bits;
+                }
+            }
+        }
+        for (input, row) in rest.iter().zip(&rows[tiles.len() * GATE_TILE..]) {
+            let token = input.token(p);
+            for word in words.clone() {
+                [columns.row(*row)[word - words.start]] = gate_word(level, p, word, [token]);
+            }
+        }
+    });
+}
+
+/// The 8-bit input of one token, with room for the widest copy.
+#[derive(Debug, Default)]
+struct GateBuffer {
+    q: Vec<Group>,
+    apart: Vec<f32>,
+    input: GateInput,
+}
+
+/// 256 values on a multiple of 64 bytes, so that no load of 64 touches two cache lines.
+#[derive(Clone, Copy, Debug, bytemuck::Zeroable, bytemuck::Pod)]
+#[repr(C, align(64))]
+struct Group([i8; 256]);
+
+impl GateBuffer {
+    fn reserve(&mut self, p: &GateCopy) {
+        self.q.resize(self.q.len().max(p.n_padded() / 256), Group([0; 256]));
+        self.apart.resize(self.apart.len().max(p.n_outliers()), 0.0);
+    }
+
+    fn set(&mut self, p: &GateCopy, x: &[f32]) {
+        let q = bytemuck::cast_slice_mut(&mut self.q[..p.n_padded() / 256]);
+        self.input = p.quantize(x, q, &mut self.apart[..p.n_outliers()]);
+    }
+
+    fn token(&self, p: &GateCopy) -> GateToken<'_> {
+        let q = bytemuck::cast_slice(&self.q[..p.n_padded() / 256]);
+        GateToken { q, apart: &self.apart[..p.n_outliers()], input: self.input }
+    }
 }

@@ -114,14 +114,16 @@ impl ActiveBatch {
 
     /// Puts every neuron of every row into its set.
     pub fn fill(&mut self) {
-        let per_row = self.words_per_row();
-        let tail = self.n_ff % 64;
-        for row in 0..self.n_rows {
-            let words = self.row_mut(row);
-            words.fill(u64::MAX);
-            if tail != 0 {
-                words[per_row - 1] = (1 << tail) - 1;
-            }
+        (0..self.n_rows).for_each(|row| self.fill_row(row));
+    }
+
+    /// Puts every neuron into the set of `row`.
+    pub fn fill_row(&mut self, row: usize) {
+        let (n, tail) = (self.words_per_row(), self.n_ff % 64);
+        let words = self.row_mut(row);
+        words.fill(u64::MAX);
+        if tail != 0 {
+            words[n - 1] = (1 << tail) - 1;
         }
     }
 

@@ -16,7 +16,10 @@ use crate::level::CpuLevel;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod gate_copy;
 mod scalar;
+
+pub(crate) use gate_copy::{GATE_TILE, GateToken, gate_word};
 
 /// Vectors that a row is multiplied with at once. Four sums with two parts each, the weights and the scale fill
 /// the 16 registers of AVX2.

@@ -332,7 +332,7 @@ impl HybridBackend for ReferenceBackend {
                     scores.map(|(_, score)| (score, p.threshold)).collect::<Vec<_>>()
                 }
                 PredictorWeights::GateCopy(_) if step_row.pos == 0 => {
-                    (0..n_ff).for_each(|j| out.active.insert(row, NeuronId(j as u32)));
+                    out.active.fill_row(row);
                     continue;
                 }
                 PredictorWeights::GateCopy(p) => {

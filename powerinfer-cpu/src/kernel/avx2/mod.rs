@@ -6,4 +6,5 @@
 
 pub(super) mod axpy;
 pub(super) mod dot;
+pub(super) mod gate_copy;
 mod load;

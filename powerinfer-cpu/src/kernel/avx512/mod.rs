@@ -2,3 +2,5 @@
 //!
 //! As in `avx2`, what is unsafe is one call from each safe entry, proven by the [`Avx512`](crate::Avx512) value
 //! (LEVEL-DETECTED).
+
+pub(super) mod gate_copy;

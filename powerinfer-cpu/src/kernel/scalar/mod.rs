@@ -2,3 +2,4 @@
 
 pub(super) mod axpy;
 pub(super) mod dot;
+pub(super) mod gate_copy;
