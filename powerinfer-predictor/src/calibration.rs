@@ -450,3 +450,233 @@ fn aligned(bytes: &[u8]) -> WeightBytes {
 fn le_bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|v| v.to_le_bytes()).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use powerinfer_sparse_ops::{GateCopyError, WeightMatrix};
+
+    use super::*;
+
+    const N_EMBD: usize = 6;
+
+    fn figures(recall: f64) -> LayerFigures {
+        let at = [recall, recall / 2.0 + 0.5].map(|recall| RecallFigures {
+            recall,
+            precision: 0.5,
+            selected: 0.25,
+            mass_recall: 0.999,
+        });
+        let (exact_us, predictor_us) = (12.5, 8.25);
+        let reason = UseReason::Faster;
+        LayerFigures { used: true, reason, exact_us, predictor_us, active: 0.125, at: at.to_vec() }
+    }
+
+    fn layer(n_ff: usize, outliers: Vec<u32>) -> CalibrationLayer {
+        let weights = (0..n_ff * N_EMBD).map(|i| (i as f32 * 0.7).sin()).collect();
+        let gate = WeightMatrix::from_f32("gate", n_ff, N_EMBD, weights).unwrap();
+        let mean = (0..N_EMBD).map(|i| i as f32 / 8.0).collect();
+        let copy = GateCopy::from_gate(&gate, mean, outliers).unwrap();
+        let mut thresholds: Vec<f32> = (0..2 * n_ff).map(|i| i as f32 - 3.0).collect();
+        thresholds[1] = f32::NEG_INFINITY;
+        CalibrationLayer::new(copy, thresholds, figures(0.5)).unwrap()
+    }
+
+    fn calibration() -> CalibrationFile {
+        let layers = vec![layer(5, vec![]), layer(7, vec![1, 4])];
+        CalibrationFile::new("abc123".to_owned(), 4096, vec![0.95, 0.99], 0.99, layers).unwrap()
+    }
+
+    type RawTensor = (String, Dtype, Vec<usize>, Vec<u8>);
+
+    /// The file with its tensors and its JSON changed.
+    fn changed(change: impl FnOnce(&mut Vec<RawTensor>, &mut serde_json::Value)) -> Vec<u8> {
+        let bytes = calibration().to_bytes().unwrap();
+        let (_, metadata) = SafeTensors::read_metadata(&bytes).unwrap();
+        let mut header = serde_json::from_str(&metadata.metadata().as_ref().unwrap()[KEY]).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let mut tensors: Vec<RawTensor> = file
+            .iter()
+            .map(|(name, view)| (name.to_owned(), view.dtype(), view.shape().to_vec(), view.data().to_vec()))
+            .collect();
+        change(&mut tensors, &mut header);
+        let views = tensors
+            .iter()
+            .map(|(name, ty, shape, bytes)| (name, TensorView::new(*ty, shape.clone(), bytes).unwrap()));
+        let metadata = HashMap::from([(KEY.to_owned(), header.to_string())]);
+        safetensors::serialize(views, Some(metadata)).unwrap()
+    }
+
+    fn with_tensor(name: &str, change: impl FnOnce(&mut RawTensor)) -> PredictorError {
+        let bytes = changed(|tensors, _| change(tensors.iter_mut().find(|t| t.0 == name).unwrap()));
+        CalibrationFile::from_bytes(&bytes).unwrap_err()
+    }
+
+    fn with_header(change: impl FnOnce(&mut serde_json::Value)) -> PredictorError {
+        CalibrationFile::from_bytes(&changed(|_, header| change(header))).unwrap_err()
+    }
+
+    #[test]
+    fn a_file_comes_back_as_it_was() {
+        let calibration = calibration();
+        let bytes = calibration.to_bytes().unwrap();
+        let again = CalibrationFile::from_bytes(&bytes).unwrap();
+        assert_eq!((again.fingerprint(), again.n_tokens()), ("abc123", 4096));
+        assert_eq!((again.recalls(), again.default_recall()), (&[0.95, 0.99][..], 0.99));
+        for (layer, again) in calibration.layers().iter().zip(again.layers()) {
+            assert_eq!(layer.figures(), again.figures());
+            for recall_ix in [0, 1] {
+                let (a, b) = (layer.gate_copy(recall_ix), again.gate_copy(recall_ix));
+                assert_eq!(a.thresholds(), b.thresholds());
+                assert_eq!(a.outliers(), b.outliers());
+                assert_eq!(a.codes().as_slice(), b.codes().as_slice());
+                assert_eq!(b.codes().as_slice().as_ptr().addr() % 64, 0);
+                let x = [0.5, -1.0, 2.0, 0.25, -0.75, 3.0];
+                assert_eq!(a.score(&x), b.score(&x));
+            }
+        }
+        assert_eq!(again.to_bytes().unwrap(), bytes, "the same bytes each time");
+    }
+
+    #[test]
+    fn a_file_is_written_whole_and_read_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.calibration.safetensors");
+        calibration().write(&path).unwrap();
+        calibration().write(&path).unwrap();
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+        assert_eq!(CalibrationFile::open(&path).unwrap().layers().len(), 2);
+        let err = CalibrationFile::open(folder.path().join("none")).unwrap_err();
+        assert!(matches!(err, PredictorError::Read { .. }), "{err}");
+        std::fs::write(&path, b"x").unwrap();
+        let err = CalibrationFile::open(&path).unwrap_err();
+        assert!(matches!(err, PredictorError::InFile { .. }), "{err}");
+    }
+
+    #[test]
+    fn the_smallest_recall_that_is_enough_is_taken() {
+        let calibration = calibration();
+        for (asked, ix) in [(None, 1), (Some(0.5), 0), (Some(0.95), 0), (Some(0.96), 1), (Some(0.99), 1)] {
+            assert_eq!(calibration.recall_ix(asked).unwrap(), ix, "{asked:?}");
+        }
+        for asked in [0.995, 0.0, -1.0, f32::NAN] {
+            let err = calibration.recall_ix(Some(asked)).unwrap_err();
+            assert!(matches!(err, PredictorError::Recall { .. }), "{err}");
+        }
+    }
+
+    #[test]
+    fn another_model_is_refused_with_both_fingerprints() {
+        assert!(calibration().check_model("abc123").is_ok());
+        let text = calibration().check_model("def456").unwrap_err().to_string();
+        assert!(text.contains("abc123") && text.contains("def456"), "{text}");
+    }
+
+    #[test]
+    fn every_cut_of_a_file_is_refused() {
+        let bytes = calibration().to_bytes().unwrap();
+        for n in 0..bytes.len() {
+            let err = CalibrationFile::from_bytes(&bytes[..n]).unwrap_err();
+            assert!(matches!(err, PredictorError::Format(_)), "{n} bytes: {err}");
+        }
+    }
+
+    #[test]
+    fn tensors_of_another_kind_are_named() {
+        for (part, dtype) in [
+            ("codes", Dtype::I8),
+            ("scales", Dtype::I32),
+            ("thresholds", Dtype::I32),
+            ("mean", Dtype::U32),
+            ("outliers", Dtype::I32),
+            ("outlier_weights", Dtype::BF16),
+        ] {
+            let name = format!("blk.1.{part}");
+            let err = with_tensor(&name, |tensor| tensor.1 = dtype);
+            assert!(matches!(&err, PredictorError::Type { tensor, .. } if *tensor == name), "{err}");
+        }
+        for part in ["scales", "thresholds", "mean", "outliers", "outlier_weights"] {
+            let name = format!("blk.1.{part}");
+            let err = with_tensor(&name, |tensor| tensor.2.insert(0, 1));
+            assert!(matches!(&err, PredictorError::Shape { tensor, .. } if *tensor == name), "{err}");
+        }
+        let err = with_tensor("blk.1.codes", |tensor| {
+            tensor.3.pop();
+            tensor.2 = vec![tensor.3.len()];
+        });
+        let is_length = |e: &PredictorError| {
+            matches!(e, PredictorError::GateCopy { layer: LayerId(1), source: GateCopyError::Length { .. } })
+        };
+        assert!(is_length(&err), "{err}");
+        for part in ["codes", "scales", "thresholds", "mean", "outliers", "outlier_weights"] {
+            let name = format!("blk.1.{part}");
+            let bytes = changed(|tensors, _| tensors.retain(|t| t.0 != name));
+            let err = CalibrationFile::from_bytes(&bytes).unwrap_err();
+            assert!(matches!(&err, PredictorError::MissingTensor { tensor } if *tensor == name), "{err}");
+        }
+    }
+
+    #[test]
+    fn numbers_that_cannot_be_are_refused() {
+        let put = |tensor: &mut RawTensor, value: f32| tensor.3[..4].copy_from_slice(&value.to_le_bytes());
+        for part in ["scales", "mean"] {
+            let err = with_tensor(&format!("blk.0.{part}"), |tensor| put(tensor, f32::NAN));
+            assert!(matches!(err, PredictorError::GateCopy { .. }), "{err}");
+        }
+        for bad in [f32::NAN, f32::INFINITY] {
+            let err = with_tensor("blk.0.thresholds", |tensor| put(tensor, bad));
+            let PredictorError::InLayer { layer: LayerId(0), source } = err else { panic!("{err}") };
+            assert!(matches!(*source, PredictorError::Thresholds { neuron: 0, .. }), "{source}");
+        }
+        let err = with_tensor("blk.1.outliers", |tensor| tensor.3[4] = 200);
+        assert!(matches!(err, PredictorError::GateCopy { .. }), "{err}");
+    }
+
+    #[test]
+    fn stray_tensors_and_missing_layers_are_named() {
+        for stray in ["blk.0.gate", "blk.00.codes", "layers.0.codes", "blk.0"] {
+            let bytes = changed(|tensors, _| tensors[0].0 = stray.to_owned());
+            let err = CalibrationFile::from_bytes(&bytes).unwrap_err();
+            assert!(matches!(err, PredictorError::UnexpectedTensor { .. }), "{stray}: {err}");
+        }
+        let bytes = changed(|tensors, _| tensors.retain(|t| !t.0.starts_with("blk.0.")));
+        let err = CalibrationFile::from_bytes(&bytes).unwrap_err();
+        assert!(matches!(err, PredictorError::MissingLayer { layer: LayerId(0), .. }), "{err}");
+        let bytes = changed(|tensors, _| tensors.clear());
+        let err = CalibrationFile::from_bytes(&bytes).unwrap_err();
+        assert!(matches!(err, PredictorError::NoLayers { .. }), "{err}");
+    }
+
+    #[test]
+    fn headers_that_say_something_else_are_refused() {
+        let key = |err: &PredictorError| match err {
+            PredictorError::Calibration { key, .. } => *key,
+            _ => "",
+        };
+        let plain = safetensors::serialize(Vec::<(String, TensorView<'_>)>::new(), None).unwrap();
+        assert_eq!(key(&CalibrationFile::from_bytes(&plain).unwrap_err()), KEY);
+        assert_eq!(key(&with_header(|h| h["version"] = 2.into())), "version");
+        assert_eq!(key(&with_header(|h| *h = serde_json::json!([]))), "version");
+        for bad in [serde_json::json!([]), serde_json::json!([0.99, 0.95]), serde_json::json!([0.95, 1.0])] {
+            assert_eq!(key(&with_header(|h| h["recalls"] = bad.clone())), "recalls", "{bad}");
+        }
+        assert_eq!(key(&with_header(|h| h["default_recall"] = 0.5.into())), "default_recall");
+        assert_eq!(key(&with_header(|h| h["layers"] = serde_json::json!([]))), "layers");
+        assert!(matches!(with_header(|h| h["layers"] = 3.into()), PredictorError::Json(Some(_))));
+        let err = with_header(|h| h["layers"][0]["at"] = serde_json::json!([]));
+        assert!(matches!(err, PredictorError::Shape { .. }), "{err}");
+    }
+
+    #[test]
+    fn layers_of_another_width_do_not_fit_together() {
+        let gate = WeightMatrix::from_f32("gate", 2, 3, vec![0.5; 6]).unwrap();
+        let copy = GateCopy::from_gate(&gate, vec![0.0; 3], vec![]).unwrap();
+        let other = CalibrationLayer::new(copy.clone(), vec![0.0; 4], figures(0.5)).unwrap();
+        let layers = vec![layer(5, vec![]), other];
+        let err = CalibrationFile::new(String::new(), 1, vec![0.95, 0.99], 0.99, layers).unwrap_err();
+        assert!(matches!(err, PredictorError::Shape { .. }), "{err}");
+        let err = CalibrationLayer::new(copy, vec![0.0; 3], figures(0.5)).unwrap_err();
+        assert!(matches!(err, PredictorError::Shape { .. }), "{err}");
+        let err = CalibrationFile::new(String::new(), 1, vec![0.5], 0.5, vec![]).unwrap_err();
+        assert!(matches!(err, PredictorError::NoLayers { .. }), "{err}");
+    }
+}
