@@ -14,7 +14,7 @@ use powerinfer_cpu::{CpuBackend, CpuOptions};
 use powerinfer_predictor::{Quality, QualityCounter};
 use powerinfer_sparse_ops::reference::{ReferenceBackend, Rounding};
 use powerinfer_sparse_ops::{
-    ActiveMode, DensePart, EmbeddingWeights, FfnInput, HybridBackend, LayerId, ModelSpec, NeuronId,
+    ActiveMode, DensePart, EmbeddingWeights, FfnInput, HybridBackend, LayerId, LowRank, ModelSpec, NeuronId,
     PredictorWeights, SeqId, Step, StepRow, TokenId, WeightMatrix, WeightType,
 };
 use powerinfer_testing::tiny::{Random, TinyModel, TinyOptions, encoded};
@@ -72,11 +72,11 @@ impl Case {
             fc2.extend_from_slice(&mix);
             fc2.extend_from_slice(&[bias, 0.0]);
         }
-        model.predictors[0] = PredictorWeights {
+        model.predictors[0] = PredictorWeights::LowRank(LowRank {
             fc1: encoded("fc1", ty, RANK, n_embd, &fc1),
             fc2: encoded("fc2", ty, n_ff, RANK, &fc2),
             threshold: THRESHOLD,
-        };
+        });
         let n_vocab = model.spec.n_vocab;
         let rows = inputs.iter().copied().cycle().take(n_vocab * n_embd).collect();
         let token = WeightMatrix::from_f32("token_embd", n_vocab, n_embd, rows).expect("the shape fits");

@@ -33,6 +33,8 @@ pub(crate) enum Command {
     Logits(LogitsArgs),
     Perplexity(PerplexityArgs),
     Bench(BenchArgs),
+    Calibrate(CalibrateArgs),
+    Evaluate(EvaluateArgs),
     Convert(ConvertArgs),
     Quantize(QuantizeArgs),
 }
@@ -98,6 +100,16 @@ pub(crate) struct ModelArgs {
     /// Compute layers of a sparse file that have no predictor exactly, instead of refusing the file
     #[arg(long)]
     pub(crate) allow_missing_predictors: bool,
+    /// File that `calibrate` wrote, whose gate copies take the place of the file's predictors; the one beside a model
+    /// without predictors is used unless told otherwise
+    #[arg(long, value_name = "FILE")]
+    pub(crate) calibration: Option<PathBuf>,
+    /// Leave a calibration beside the model aside
+    #[arg(long, conflicts_with = "calibration")]
+    pub(crate) no_calibration: bool,
+    /// Share of the neurons that fire which a calibration is to find, as in 0.98; 0.99 unless it was made otherwise
+    #[arg(long, value_name = "X", value_parser = share)]
+    pub(crate) recall: Option<f32>,
     #[command(flatten)]
     pub(crate) device: DeviceArgs,
 }
@@ -343,6 +355,57 @@ pub(crate) struct BenchArgs {
     pub(crate) model: ModelArgs,
 }
 
+/// Makes 2-bit copies of a ReLU model's gates that tell which neurons will fire.
+///
+/// The model is run over the text, and for each neuron a threshold is set such that the share --recall of those that
+/// fire is found, judged on a part of the text that nothing was fitted on. A copy is used in the layers that decode
+/// faster with it on this machine. The result is a file beside the model, which every command then uses in mode
+/// predictor. What is not found is left out: the text may differ from that of mode exact.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Example:
+  powerinfer calibrate -m dense.gguf --text books.txt chats.txt
+  powerinfer generate -m dense.gguf -p \"The sea\"")]
+pub(crate) struct CalibrateArgs {
+    /// Text like that which the model is to work on; several files are used alike
+    #[arg(long, value_name = "FILE", num_args = 1.., required = true,
+        conflicts_with_all = ["calibration", "no_calibration"])]
+    pub(crate) text: Vec<PathBuf>,
+    /// Tokens of the text that are used at most
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(64..))]
+    pub(crate) tokens: u32,
+    /// File to write; MODEL.calibration.safetensors, beside the model, unless given
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) out: Option<PathBuf>,
+    /// Use the copies of all layers, whether they save time here or not
+    #[arg(long)]
+    pub(crate) all_layers: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+}
+
+/// Measures how well the predictors of a model name the neurons that fire.
+///
+/// The model runs over the text in mode predictor, in sequences of 256 tokens, and what its predictors named is compared
+/// with what fires by the model's own weights. The mass is what a neuron adds to the result of its layer.
+#[derive(Debug, Args)]
+pub(crate) struct EvaluateArgs {
+    /// Text to measure on; several files are used alike
+    #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
+    pub(crate) text: Vec<PathBuf>,
+    /// Tokens of the text that are used at most
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(64..))]
+    pub(crate) tokens: u32,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+}
+
 /// Joins a dense ReLU model and its predictors to one file that reads less.
 ///
 /// The output is a PWRI file: down projections lie row by row, so that skipping a neuron skips its bytes, and each
@@ -419,6 +482,14 @@ fn finite(text: &str) -> Result<f32, String> {
     match text.parse::<f32>() {
         Ok(value) if value.is_finite() => Ok(value),
         _ => Err("expected a finite number".to_owned()),
+    }
+}
+
+/// A number between 0 and 1, neither of them.
+fn share(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(value) if value > 0.0 && value < 1.0 => Ok(value),
+        _ => Err("expected a number between 0 and 1, as in 0.99".to_owned()),
     }
 }
 

@@ -3,10 +3,13 @@
 use std::io;
 use std::path::PathBuf;
 
+use powerinfer_core::calibration::CalibrateError;
 use powerinfer_core::chat::ChatError;
 use powerinfer_core::sampling::SamplingError;
 use powerinfer_core::tokenizer::TokenizerError;
 use powerinfer_core::{GenerateError, LoadError, SessionError};
+
+use powerinfer_predictor::PredictorError;
 
 use crate::convert::ConvertError;
 
@@ -74,6 +77,14 @@ pub(crate) enum CliError {
     /// `convert`.
     #[error(transparent)]
     Convert(#[from] ConvertError),
+    /// `calibrate` without a model file beside which the result could lie.
+    #[error("the demo model is no file: say with --out where the calibration goes")]
+    NoOutput,
+    #[error(transparent)]
+    Calibrate(CalibrateError),
+    /// The file that `calibrate` writes.
+    #[error(transparent)]
+    Predictor(#[from] PredictorError),
     /// Ctrl-C was pressed.
     #[error("interrupted")]
     Interrupted,
@@ -83,7 +94,7 @@ impl CliError {
     /// The program's exit status.
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
-            Self::NoPrompt | Self::FlagWithoutUse { .. } | Self::Sampling(_) => 2,
+            Self::NoPrompt | Self::NoOutput | Self::FlagWithoutUse { .. } | Self::Sampling(_) => 2,
             Self::Interrupted => 130,
             _ => 1,
         }

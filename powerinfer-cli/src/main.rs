@@ -15,7 +15,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use args::{Cli, Command};
-use command::{bench, generate, inspect, logits, perplexity, quantize, tokenize};
+use command::{bench, calibrate, evaluate, generate, inspect, logits, perplexity, quantize, tokenize};
 use error::CliError;
 
 fn main() -> ExitCode {
@@ -26,6 +26,8 @@ fn main() -> ExitCode {
         Command::Logits(args) => logits::run(&args),
         Command::Perplexity(args) => perplexity::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Calibrate(args) => calibrate::run(&args),
+        Command::Evaluate(args) => evaluate::run(&args),
         Command::Convert(args) => command::convert::run(&args),
         Command::Quantize(args) => quantize::run(&args),
     };

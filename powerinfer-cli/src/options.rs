@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use powerinfer_core::sampling::{Mirostat, SamplingParams};
 use powerinfer_core::tokenizer::{Encode, Tokenizer, TokenizerError};
 use powerinfer_core::{
-    Activation, ActiveMode, CpuLevel, CpuOptions, Device, KvType, LoadOptions, Model, NoteLevel, Rounding,
-    TokenId, default_threads,
+    Activation, ActiveMode, CalibrationChoice, CpuLevel, CpuOptions, Device, KvType, LoadOptions, Model,
+    NoteLevel, Rounding, TokenId, default_threads,
 };
 use powerinfer_gguf::{GgufFile, GgufModel};
 
@@ -72,7 +72,11 @@ impl Loaded {
     pub(crate) fn new(args: &ModelArgs, mode: Option<ActiveMode>) -> Result<Self, CliError> {
         let options = load_options(args, mode)?;
         let source = Source::of(args.model.as_ref());
-        let model = Model::load(&source.open()?, &options).map_err(|error| source.load_error(error))?;
+        let model = match &source {
+            Source::File(path) => Model::open(path, &options),
+            Source::Demo => Model::from_bytes(powerinfer_demo_model::MODEL, &options),
+        }
+        .map_err(|error| source.load_error(error))?;
         for (level, line) in model.notes().iter() {
             if level == NoteLevel::Warning {
                 say(&format!("warning: {line}"));
@@ -107,6 +111,12 @@ pub(crate) fn load_options(args: &ModelArgs, mode: Option<ActiveMode>) -> Result
         sparse_threshold: args.sparse_threshold,
         mode,
         allow_missing_predictors: args.allow_missing_predictors,
+        calibration: match &args.calibration {
+            _ if args.no_calibration => CalibrationChoice::Never,
+            Some(path) => CalibrationChoice::File(path.clone()),
+            None => CalibrationChoice::Beside,
+        },
+        recall: args.recall,
         pre_tokenizer: args.pre,
         ..LoadOptions::default()
     })

@@ -12,6 +12,15 @@ pub trait Probe {
     fn after_layer(&mut self, layer: LayerId, h: &[f32]);
 }
 
+/// Watches a step from inside while it holds the engine, which only code of this crate may.
+pub(crate) trait Watch {
+    /// Called with what the owners of neurons get, before they start.
+    fn ffn_input(&mut self, layer: LayerId, input: &FfnInput);
+
+    /// Called after a layer with the residual stream, `h [n_rows, n_embd]`.
+    fn after_layer(&mut self, layer: LayerId, h: &[f32]);
+}
+
 /// The backends and the buffers of a step. Buffers are made once, for the largest step.
 pub(crate) struct Forward {
     /// The first one is home; all of them may own neurons.
@@ -47,7 +56,7 @@ impl Forward {
         step: &Step<'_>,
         wanted: Range<usize>,
         logits: &mut [f32],
-        mut probe: Option<&mut dyn Probe>,
+        mut watch: Option<&mut dyn Watch>,
     ) {
         let n = step.rows.len() * self.n_embd;
         // h [n_rows, n_embd] = token row (+ position row)
@@ -61,6 +70,9 @@ impl Forward {
                 self.backends[0].attend(layer, step);
                 self.backends[0].ffn_input(layer, step, &mut self.ffn_input);
             }
+            if let Some(watch) = watch.as_deref_mut() {
+                watch.ffn_input(layer, &self.ffn_input);
+            }
             // y = sum over owners of (sum over owned, active neurons i of hidden_i · down_i)
             for backend in self.backends.iter_mut().rev() {
                 self.tickets.push(backend.ffn_start(layer, &self.ffn_input));
@@ -73,9 +85,9 @@ impl Forward {
             }
             // h += y
             self.backends[0].ffn_add(layer, sum);
-            if let Some(probe) = probe.as_deref_mut() {
+            if let Some(watch) = watch.as_deref_mut() {
                 self.backends[0].hidden(sum);
-                probe.after_layer(layer, sum);
+                watch.after_layer(layer, sum);
             }
         }
         if !wanted.is_empty() {

@@ -21,7 +21,7 @@
 //!
 //! What a model does with its neurons is a mode ([`ActiveMode`]): `dense` reads every row; `exact` computes the
 //! gate first and skips the rest of a neuron that is exactly zero, with the same bits as `dense`; `predictor`
-//! reads only the neurons that the predictors of a PWRI file name. [`Session::stats`] says what was read.
+//! reads only the neurons that the predictors of a PWRI file, or a [`calibration`], name. [`Session::stats`] says what was read.
 //!
 //! # What it does not do
 //!
@@ -39,6 +39,7 @@
 //! `cpu` (default): the CPU backend. Without it only the slow reference backend is there.
 #![forbid(unsafe_code)]
 
+pub mod calibration;
 pub mod chat;
 mod devices;
 mod forward;
@@ -57,7 +58,7 @@ mod vocab;
 pub use devices::Device;
 #[cfg(feature = "cpu")]
 pub use devices::{CpuLevel, CpuOptions, KvType, WeightHome, default_threads};
-pub use load::{LoadError, LoadOptions, LoadProgress, NoteLevel, Notes};
+pub use load::{CalibrationChoice, LoadError, LoadOptions, LoadProgress, NoteLevel, Notes, calibration_path};
 pub use model::Model;
 pub use session::{CancelToken, Session, SessionError, SessionOptions};
 pub use spec::SUPPORTED_ARCHS;
@@ -73,6 +74,7 @@ pub use stats::{PhaseStats, SessionStats};
 
 // What the parts of this crate's interface are made of.
 pub use powerinfer_gguf::{GgufError, GgufFile, GgufModel};
+pub use powerinfer_predictor::CalibrationFile;
 pub use powerinfer_sparse_ops::reference::Rounding;
 pub use powerinfer_sparse_ops::{
     Activation, ActiveMode, BackendError, BackendInfo, HybridBackend, LayerId, ModelSpec, StepCost, TokenId,

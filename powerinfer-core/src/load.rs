@@ -1,9 +1,11 @@
 //! From tensors to weights in their roles, with a line in the summary for everything worth knowing.
 
 use std::collections::HashSet;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use powerinfer_gguf::{GgmlType, GgufError, GgufModel, Magic};
+use powerinfer_predictor::{CalibrationFile, PredictorError};
 use powerinfer_sparse_ops::{
     Activation, ActiveMode, BackendError, BlockKind, DensePart, DownWeights, EmbeddingWeights, FfnWeights,
     Gating, HeadWeights, LayerId, LayerWeights, Linear, LowRank, ModelSpec, NormWeights, PredictorWeights,
@@ -13,6 +15,24 @@ use powerinfer_sparse_ops::{
 use crate::devices::Device;
 use crate::spec::Family;
 use crate::tokenizer::{PreTokenizer, TokenizerError};
+
+/// Whether 2-bit gate copies predict which neurons are computed; see [`crate::calibration`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum CalibrationChoice {
+    /// Those of the file beside the model that [`calibration_path`] names, if it is there, is whole and belongs to the
+    /// model, and the model has no predictors of its own. Why one is left aside is said in a note.
+    #[default]
+    Beside,
+    /// None.
+    Never,
+    /// Those of this file, in place of the predictors that the model may have.
+    File(PathBuf),
+}
+
+/// Where the calibration of a model file is looked for: `model.calibration.safetensors` for `model.gguf`.
+pub fn calibration_path(model: &Path) -> PathBuf {
+    model.with_extension("calibration.safetensors")
+}
 
 /// How a model is loaded.
 #[derive(Clone, Debug)]
@@ -28,6 +48,10 @@ pub struct LoadOptions {
     /// Lets layers of a sparse file without a predictor be computed exactly, with a note, instead of refusing
     /// the file.
     pub allow_missing_predictors: bool,
+    /// Where gate copies come from.
+    pub calibration: CalibrationChoice,
+    /// Which of a calibration's recalls is used: the smallest that is at least this; its own default unless given.
+    pub recall: Option<f32>,
     /// Overrides the pre-tokenizer that the file names.
     pub pre_tokenizer: Option<PreTokenizer>,
     /// Tokens that go through the model together in a prompt.
@@ -67,6 +91,8 @@ impl Default for LoadOptions {
             sparse_threshold: None,
             mode: None,
             allow_missing_predictors: false,
+            calibration: CalibrationChoice::default(),
+            recall: None,
             pre_tokenizer: None,
             n_batch: 256,
             progress: LoadProgress::default(),
@@ -165,8 +191,22 @@ pub enum LoadError {
         activation: &'static str,
     },
     /// Mode `predictor` for a file that has none.
-    #[error("mode predictor needs predictors (`blk.N.fc1.weight`, `blk.N.fc2.weight`), the file has none")]
+    #[error(
+        "mode predictor needs predictors: the file has none (`blk.N.fc1.weight`, `blk.N.fc2.weight`), and no \
+         calibration that uses a layer belongs to it"
+    )]
     NoPredictors,
+    /// A calibration that cannot be read or belongs to another model.
+    #[error(transparent)]
+    Calibration(#[from] PredictorError),
+    /// A calibration with more or fewer layers than the model.
+    #[error("the calibration has {got} layers, the model {expected}")]
+    CalibrationLayers {
+        /// Layers of the model.
+        expected: usize,
+        /// Layers of the calibration.
+        got: usize,
+    },
     /// A tensor with more dimensions than a matrix.
     #[error("tensor `{tensor}` has the shape {got:?}, a matrix has two dimensions")]
     NoMatrix {
@@ -342,6 +382,7 @@ pub(crate) fn read_weights(
     family: &Family,
     spec: &ModelSpec,
     options: &LoadOptions,
+    calibration: Option<&CalibrationFile>,
     notes: &mut Notes,
 ) -> Result<ModelWeights, LoadError> {
     let mut tensors = Tensors { file, spec, used: HashSet::new() };
@@ -370,11 +411,18 @@ pub(crate) fn read_weights(
         predictors.push(read_predictor(&mut tensors, layer, options)?);
     }
     say_down_layout(&ffn, spec, notes);
-    if spec.sparse_file || predictors.iter().any(Option::is_some) {
+    if let Some(calibration) = calibration {
+        predictors = gate_copies(calibration, spec, options, notes)?;
+    } else if spec.sparse_file || predictors.iter().any(Option::is_some) {
         check_predictors(&predictors, spec, options, notes)?;
     }
     check_unused(&tensors, notes)?;
     Ok(ModelWeights { dense, ffn, predictors })
+}
+
+/// The FFN of one layer alone.
+pub(crate) fn layer_ffn(file: &GgufModel, spec: &ModelSpec, layer: LayerId) -> Result<FfnWeights, LoadError> {
+    read_ffn(&mut Tensors { file, spec, used: HashSet::new() }, layer)
 }
 
 fn read_layer(tensors: &mut Tensors<'_>, family: &Family, layer: LayerId) -> Result<LayerWeights, LoadError> {
@@ -479,6 +527,80 @@ fn read_predictor(
     let predictor = PredictorWeights::LowRank(LowRank { fc1, fc2, threshold });
     predictor.check(tensors.spec, layer)?;
     Ok(Some(predictor))
+}
+
+/// The calibration that the options and the place of the file ask for.
+pub(crate) fn find_calibration(
+    file: &GgufModel,
+    path: Option<&Path>,
+    options: &LoadOptions,
+    notes: &mut Notes,
+) -> Result<Option<CalibrationFile>, LoadError> {
+    let open = |path: &Path| {
+        let calibration = CalibrationFile::open(path)?;
+        calibration.check_model(&crate::calibration::fingerprint(file))?;
+        Ok::<_, PredictorError>(calibration)
+    };
+    let path = match (&options.calibration, path) {
+        (CalibrationChoice::File(path), _) => return Ok(Some(open(path)?)),
+        (CalibrationChoice::Beside, Some(path)) => calibration_path(path),
+        _ => return Ok(None),
+    };
+    if !path.exists() {
+        return Ok(None);
+    }
+    if file.tensors().any(|t| t.name().ends_with(".fc1.weight")) {
+        notes.info(format!("`{}` is not used: the file has predictors of its own", path.display()));
+        return Ok(None);
+    }
+    match open(&path) {
+        Ok(calibration) => Ok(Some(calibration)),
+        Err(error) => {
+            let source = std::error::Error::source(&error).map(|s| format!(": {s}")).unwrap_or_default();
+            notes.warn(format!("`{}` is not used: {error}{source}", path.display()));
+            Ok(None)
+        }
+    }
+}
+
+/// The copies of the layers that use them.
+fn gate_copies(
+    calibration: &CalibrationFile,
+    spec: &ModelSpec,
+    options: &LoadOptions,
+    notes: &mut Notes,
+) -> Result<Vec<Option<PredictorWeights>>, LoadError> {
+    if calibration.layers().len() != spec.n_layer {
+        return Err(LoadError::CalibrationLayers { expected: spec.n_layer, got: calibration.layers().len() });
+    }
+    let recall_ix = calibration.recall_ix(options.recall)?;
+    let mut predictors = Vec::with_capacity(spec.n_layer);
+    for (id, layer) in spec.layers().zip(calibration.layers()) {
+        let copy = PredictorWeights::GateCopy(Arc::new(layer.gate_copy(recall_ix)));
+        copy.check(spec, id)?;
+        predictors.push(layer.figures().used.then_some(copy));
+    }
+    let used = (0..).zip(&predictors).filter(|(_, p)| p.is_some()).map(|(layer, _): (u32, _)| layer);
+    notes.info(format!(
+        "calibrated gate copies for recall {} in layers {}",
+        calibration.recalls()[recall_ix],
+        ranges(used)
+    ));
+    Ok(predictors)
+}
+
+/// Ascending numbers as ranges: `0-3, 7`; `none` for none.
+fn ranges(numbers: impl Iterator<Item = u32>) -> String {
+    let mut ranges: Vec<(u32, u32)> = Vec::new();
+    for n in numbers {
+        match ranges.last_mut() {
+            Some((_, last)) if *last + 1 == n => *last = n,
+            _ => ranges.push((n, n)),
+        }
+    }
+    let show = |(first, last)| if first == last { format!("{first}") } else { format!("{first}-{last}") };
+    let shown: Vec<String> = ranges.into_iter().map(show).collect();
+    if shown.is_empty() { "none".to_owned() } else { shown.join(", ") }
 }
 
 fn check_predictors(

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use powerinfer_gguf::{GgufFile, GgufModel};
+use powerinfer_predictor::CalibrationFile;
 use powerinfer_sparse_ops::{ActiveMode, BackendInfo, LayerId, ModelSpec, NeuronSet};
 
 use crate::chat::{ChatError, ChatTemplate};
@@ -40,6 +41,8 @@ pub(crate) struct Shared {
     pub(crate) n_batch: usize,
     name: Option<String>,
     has_predictors: bool,
+    /// Layers with a predictor, `[n_layer]`.
+    predicted: Vec<bool>,
     tokenizer: Tokenizer,
     chat_template: Option<Result<ChatTemplate, ChatError>>,
     notes: Notes,
@@ -82,7 +85,8 @@ impl Model {
     /// # Errors
     /// A [`LoadError`] that names the key or tensor at fault.
     pub fn open(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Self, LoadError> {
-        Self::load(&GgufModel::open(path)?, options)
+        let path = path.as_ref();
+        Self::load_from(&GgufModel::open(path)?, Some(path), options, None)
     }
 
     /// Loads a model from the bytes of a file.
@@ -96,11 +100,29 @@ impl Model {
         Self::load(&GgufModel::from(GgufFile::from_bytes(bytes)?), options)
     }
 
-    /// Loads a model from an opened file.
+    /// Loads a model from an opened file. Nothing is looked for beside it.
     ///
     /// # Errors
     /// A [`LoadError`] that names the key or tensor at fault.
     pub fn load(file: &GgufModel, options: &LoadOptions) -> Result<Self, LoadError> {
+        Self::load_from(file, None, options, None)
+    }
+
+    /// As [`Model::load`], with a calibration that is not in a file.
+    pub(crate) fn load_calibrated(
+        file: &GgufModel,
+        calibration: &CalibrationFile,
+        options: &LoadOptions,
+    ) -> Result<Self, LoadError> {
+        Self::load_from(file, None, options, Some(calibration))
+    }
+
+    fn load_from(
+        file: &GgufModel,
+        path: Option<&Path>,
+        options: &LoadOptions,
+        calibration: Option<&CalibrationFile>,
+    ) -> Result<Self, LoadError> {
         if options.n_batch == 0 || options.n_batch > load::MAX_BATCH {
             return Err(LoadError::BatchSize { n_batch: options.n_batch });
         }
@@ -118,8 +140,14 @@ impl Model {
         if let Some(Err(error)) = &chat_template {
             notes.warn(format!("the chat template cannot be used: {error}"));
         }
-        let weights = load::read_weights(file, family, &spec, options, &mut notes)?;
-        let mut has_predictors = weights.predictors.iter().any(Option::is_some);
+        let found = match calibration {
+            Some(_) => None,
+            None => load::find_calibration(file, path, options, &mut notes)?,
+        };
+        let calibration = calibration.or(found.as_ref());
+        let weights = load::read_weights(file, family, &spec, options, calibration, &mut notes)?;
+        let predicted: Vec<bool> = weights.predictors.iter().map(Option::is_some).collect();
+        let mut has_predictors = predicted.contains(&true);
         if has_predictors && !spec.activation.has_exact_zeros() {
             notes.warn(format!(
                 "the file's predictors are not used: activation {} has no exact zeros to leave out",
@@ -140,6 +168,7 @@ impl Model {
                 n_batch: options.n_batch,
                 name: file.metadata().find::<String>("general.name")?,
                 has_predictors,
+                predicted,
                 tokenizer,
                 chat_template,
                 notes,
@@ -210,9 +239,14 @@ impl Model {
         self.shared.default_mode
     }
 
-    /// Whether the file has predictors and an activation with exact zeros, so that mode `predictor` is there.
+    /// Whether the file or its calibration has predictors and an activation with exact zeros, so that mode `predictor` is there.
     pub fn has_predictors(&self) -> bool {
         self.shared.has_predictors
+    }
+
+    /// Whether mode `predictor` predicts in this layer; otherwise it computes it exactly.
+    pub fn layer_has_predictor(&self, layer: LayerId) -> bool {
+        self.shared.has_predictors && self.shared.predicted.get(layer.index()).is_some_and(|&p| p)
     }
 
     /// Tokens of a prompt that go through the model together.

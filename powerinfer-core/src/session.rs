@@ -5,9 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use powerinfer_sparse_ops::{ActiveMode, BackendError, LayerId, SeqId, Step, StepCost, StepRow, TokenId};
+use powerinfer_sparse_ops::{
+    ActiveMode, BackendError, FfnInput, LayerId, SeqId, Step, StepCost, StepRow, TokenId,
+};
 
-use crate::forward::{Forward, Probe};
+use crate::forward::{Forward, Probe, Watch};
 use crate::model::Shared;
 use crate::stats::SessionStats;
 
@@ -390,12 +392,24 @@ impl Session {
         Ok(())
     }
 
+    /// Adds at most one chunk of tokens with `watch` inside the step, and computes no logits: what is broken in
+    /// the model, the watcher must notice.
+    ///
+    /// # Errors
+    /// [`SessionError::ContextFull`], [`SessionError::UnknownToken`], [`SessionError::NoTokens`].
+    pub(crate) fn watched(&mut self, tokens: &[TokenId], watch: &mut dyn Watch) -> Result<(), SessionError> {
+        self.check(tokens)?;
+        assert!(tokens.len() <= self.shared.n_batch, "a watched step has at most n_batch tokens");
+        self.step(tokens, 0..0, Some(watch));
+        Ok(())
+    }
+
     /// One step of the engine with these tokens; the caller has checked them.
     fn step(
         &mut self,
         tokens: &[TokenId],
         wanted: Range<usize>,
-        probe: Option<&mut dyn Probe>,
+        watch: Option<&mut dyn Watch>,
     ) -> (Duration, StepCost) {
         let n_logits = wanted.len() * self.shared.spec.n_vocab;
         let mut guard = self.shared.engine();
@@ -409,7 +423,7 @@ impl Session {
             token,
         }));
         let step = Step { rows: &engine.rows, mode: self.mode };
-        engine.forward.run(&step, wanted, &mut self.logits[..n_logits], probe);
+        engine.forward.run(&step, wanted, &mut self.logits[..n_logits], watch);
         let cost = engine.forward.take_cost();
         self.tokens.extend_from_slice(tokens);
         (start.elapsed(), cost)
@@ -435,7 +449,9 @@ fn room_for(n_ctx: usize) -> Result<Vec<TokenId>, SessionError> {
 /// Keeps what a step shows.
 struct Record(Vec<Vec<f32>>);
 
-impl Probe for Record {
+impl Watch for Record {
+    fn ffn_input(&mut self, _: LayerId, _: &FfnInput) {}
+
     fn after_layer(&mut self, _: LayerId, h: &[f32]) {
         self.0.push(h.to_vec());
     }

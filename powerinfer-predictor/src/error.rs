@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use powerinfer_sparse_ops::LayerId;
+use powerinfer_sparse_ops::{GateCopyError, LayerId};
 use safetensors::SafeTensorError;
 
 /// Why a file of predictors, statistics or weights is refused.
@@ -144,6 +144,56 @@ pub enum PredictorError {
         /// What it is, shortened.
         got: String,
     },
+    /// Something in the header of a calibration.
+    #[error("`{key}` of the calibration must be {expected}, got {got}")]
+    Calibration {
+        /// Which part of the header.
+        key: &'static str,
+        /// What it must be.
+        expected: &'static str,
+        /// What it is, shortened.
+        got: String,
+    },
+    /// A layer of a calibration whose parts do not make a gate copy.
+    #[error("the gate copy of layer {layer}")]
+    GateCopy {
+        /// The layer.
+        layer: LayerId,
+        /// What is wrong.
+        source: GateCopyError,
+    },
+    /// A threshold that is NaN, or so high that its neuron would never be computed.
+    #[error("the threshold of neuron {neuron} is {value}")]
+    Thresholds {
+        /// The neuron.
+        neuron: usize,
+        /// The threshold.
+        value: f32,
+    },
+    /// Anything above, in this layer of a calibration.
+    #[error("in layer {layer}")]
+    InLayer {
+        /// The layer.
+        layer: LayerId,
+        /// What is wrong.
+        source: Box<Self>,
+    },
+    /// A calibration that was made from another model file.
+    #[error("the calibration belongs to a model with fingerprint {expected}, this one has {got}")]
+    OtherModel {
+        /// Fingerprint in the calibration.
+        expected: String,
+        /// Fingerprint of the model.
+        got: String,
+    },
+    /// A recall that a calibration has no thresholds for.
+    #[error("no thresholds for a recall of {asked}; there are some for {stored:?}")]
+    Recall {
+        /// The wish.
+        asked: f32,
+        /// What the file has.
+        stored: Vec<f32>,
+    },
 }
 
 impl PredictorError {
@@ -153,6 +203,10 @@ impl PredictorError {
             Self::Read { .. } | Self::Write { .. } | Self::InFile { .. } => self,
             other => Self::InFile { path: path.to_owned(), source: Box::new(other) },
         }
+    }
+
+    pub(crate) fn in_layer(self, layer: LayerId) -> Self {
+        Self::InLayer { layer, source: Box::new(self) }
     }
 }
 

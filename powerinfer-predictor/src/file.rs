@@ -318,7 +318,7 @@ impl Drop for Temporary {
     }
 }
 
-fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), PredictorError> {
+pub(crate) fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), PredictorError> {
     let failed = |source| PredictorError::Write { path: path.to_owned(), source };
     let mut name = std::ffi::OsString::from(".");
     name.push(path.file_name().unwrap_or_default());

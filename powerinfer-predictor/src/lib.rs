@@ -12,6 +12,8 @@
 //! and needs no model:
 //!
 //! - [`PredictorFile`] reads and writes `predictor/model.safetensors` with its `config.json`;
+//! - [`CalibrationFile`] reads and writes 2-bit copies of gates with calibrated thresholds, which predict without
+//!   any training;
 //! - [`ActivationCounts`] reads how often each neuron fired on some text, which says which neurons are hot;
 //! - [`QualityByLayer`] measures predictions against the truth, and [`Quality`] prints the four figures
 //!   together: a recall says nothing without the share of neurons that it was bought with;
@@ -59,12 +61,14 @@
 //! backend takes a predictor.
 #![forbid(unsafe_code)]
 
+mod calibration;
 mod counts;
 mod error;
 mod file;
 mod quality;
 mod weights;
 
+pub use calibration::{CalibrationFile, CalibrationLayer, LayerFigures, RecallFigures, UseReason};
 pub use counts::ActivationCounts;
 pub use error::PredictorError;
 pub use file::{PredictorFile, PredictorLayer};

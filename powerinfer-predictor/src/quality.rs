@@ -57,11 +57,20 @@ impl QualityCounter {
         self.n_neurons += scores.len() as u64;
         for (&score, &activation) in scores.iter().zip(activations) {
             let below = score < threshold;
-            let active = activation != 0.0;
-            self.n_predicted += u64::from(!below);
-            self.n_active += u64::from(active);
-            self.n_hit += u64::from(active && !below);
+            self.count(!below, activation != 0.0);
         }
+    }
+
+    /// Counts one neuron for one token.
+    pub fn add_neuron(&mut self, predicted: bool, active: bool) {
+        self.n_neurons += 1;
+        self.count(predicted, active);
+    }
+
+    fn count(&mut self, predicted: bool, active: bool) {
+        self.n_predicted += u64::from(predicted);
+        self.n_active += u64::from(active);
+        self.n_hit += u64::from(active && predicted);
     }
 
     /// Adds the counts of another counter.

@@ -42,7 +42,7 @@ impl FloatType {
     }
 
     /// Little-endian bytes to numbers.
-    fn decode(self, bytes: &[u8]) -> Vec<f32> {
+    pub(crate) fn decode(self, bytes: &[u8]) -> Vec<f32> {
         match self {
             Self::F32 => bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
             Self::F16 => bytes.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b).to_f32()).collect(),

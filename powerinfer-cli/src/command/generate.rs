@@ -109,7 +109,7 @@ fn prompt_ids(args: &GenerateArgs, loaded: &Loaded, text: &str) -> Result<Vec<To
 }
 
 /// A token that the first Ctrl-C sets; the second one ends the program.
-fn cancel_on_ctrl_c() -> Result<CancelToken, CliError> {
+pub(crate) fn cancel_on_ctrl_c() -> Result<CancelToken, CliError> {
     let cancel = CancelToken::new();
     let pressed = cancel.clone();
     ctrlc::set_handler(move || {

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt::Write as _;
+use std::path::Path;
 
 use powerinfer_core::{ActiveMode, LoadOptions, Model, NoteLevel};
 use powerinfer_gguf::{ArrayRef, GgufModel, Tensor, ValueRef};
@@ -75,13 +76,12 @@ struct Note {
 }
 
 pub(crate) fn run(args: &InspectArgs) -> Result<(), CliError> {
-    let source = Source::File(args.path.clone());
-    let file = source.open()?;
-    let report = report(&source.name(), &file, args.tensors);
+    let file = Source::File(args.path.clone()).open()?;
+    let report = report(&args.path, &file, args.tensors);
     if args.json { print_json(&report) } else { print(&text(&report, &file)) }
 }
 
-fn report(name: &str, file: &GgufModel, with_tensors: bool) -> Report {
+fn report(path: &Path, file: &GgufModel, with_tensors: bool) -> Report {
     let mut totals: BTreeMap<&str, TypeTotal> = BTreeMap::new();
     for tensor in file.tensors() {
         let ty = tensor.ty().name();
@@ -94,7 +94,7 @@ fn report(name: &str, file: &GgufModel, with_tensors: bool) -> Report {
     types.sort_by_key(|total| std::cmp::Reverse(total.n_bytes));
     let head = &file.files()[0];
     Report {
-        file: name.to_owned(),
+        file: path.display().to_string(),
         magic: file.magic().to_string(),
         version: head.version(),
         alignment: head.alignment(),
@@ -105,7 +105,7 @@ fn report(name: &str, file: &GgufModel, with_tensors: bool) -> Report {
         metadata: file.metadata().iter().map(|(key, value)| (key.to_owned(), json_value(value))).collect(),
         types,
         tensors: if with_tensors { tensor_lines(file) } else { Vec::new() },
-        verdict: verdict(file),
+        verdict: verdict(path),
     }
 }
 
@@ -126,8 +126,8 @@ fn tensor_lines(file: &GgufModel) -> Vec<TensorLine> {
 }
 
 /// Loads the model as `generate` would.
-fn verdict(file: &GgufModel) -> Verdict {
-    let model = match Model::load(file, &LoadOptions::default()) {
+fn verdict(path: &Path) -> Verdict {
+    let model = match Model::open(path, &LoadOptions::default()) {
         Ok(model) => model,
         Err(error) => {
             return Verdict {

@@ -1,7 +1,9 @@
 //! A file for each command: `run` takes its flags and does it.
 
 pub(crate) mod bench;
+pub(crate) mod calibrate;
 pub(crate) mod convert;
+pub(crate) mod evaluate;
 pub(crate) mod generate;
 pub(crate) mod inspect;
 pub(crate) mod logits;
