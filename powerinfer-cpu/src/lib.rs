@@ -32,7 +32,7 @@ mod relaid;
 
 pub use attention::KvType;
 pub use backend::{CpuBackend, CpuOptions};
-pub use level::CpuLevel;
 #[cfg(target_arch = "x86_64")]
 pub use level::{Avx2, Avx512};
+pub use level::CpuLevel;
 pub use pool::{Columns, Pool, default_threads};
