@@ -111,13 +111,17 @@ pub fn gate_copies_predict_as_the_reference_does(subject: &Subject<'_>) {
         let mut slow = reference(&model);
         let mut slow = Drive::new(&model.spec, vec![&mut slow], TOKENS.len());
         let want = slow.step(0, &TOKENS, mode).to_vec();
+        slow.backends()[0].take_cost();
+        slow.step(0, &TOKENS[..4], mode);
         let want_cost = slow.backends()[0].take_cost();
-        assert!(want_cost.active_neurons * 10 < want_cost.owned_neurons * 7, "{family:?}: {want_cost:?}");
+        assert!(want_cost.active_neurons * 10 < want_cost.owned_neurons * 8, "{family:?}: {want_cost:?}");
 
         let mut fast = loaded(subject, &model);
         let mut fast = Drive::new(&model.spec, vec![fast.as_mut()], TOKENS.len());
         let got = fast.step(0, &TOKENS, mode).to_vec();
         assert_close(&format!("{family:?}, gate copies"), &got, &want, subject.nmse_limit);
+        fast.backends()[0].take_cost();
+        fast.step(0, &TOKENS[..4], mode);
         let cost = fast.backends()[0].take_cost();
         let kv_bytes = cost.kv_bytes / subject.kv_value_bytes * 4;
         assert_eq!(StepCost { kv_bytes, ..cost }, want_cost, "C8: {family:?}, gate copies");
