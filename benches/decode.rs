@@ -1,4 +1,4 @@
-//! Prefill and decode of the embedded model, end to end, in each mode.
+//! Decode of the embedded model, end to end, in each mode.
 //!
 //! Modes `dense` and `exact` must give the same tokens before anything is timed.
 #![expect(clippy::expect_used, reason = "a bench that cannot be set up should stop")]
@@ -40,19 +40,6 @@ fn demo(criterion: &mut Criterion) {
     let want = greedy_tokens(&model, ActiveMode::Dense);
     assert_eq!(want.len(), N_DECODE);
     assert_eq!(greedy_tokens(&model, ActiveMode::Exact), want, "dense and exact differ");
-
-    let mut group = criterion.benchmark_group("prefill demo model");
-    group.throughput(Throughput::Elements(N_PROMPT as u64));
-    for mode in MODES {
-        let mut session = session(&model, mode);
-        group.bench_function(mode.name(), |bencher| {
-            bencher.iter(|| {
-                session.rewind(0).expect("rewinding to the start");
-                session.prefill(&prompt()).expect("the prompt fits");
-            });
-        });
-    }
-    group.finish();
 
     let mut group = criterion.benchmark_group("decode demo model");
     group.throughput(Throughput::Elements(N_DECODE as u64));

@@ -36,6 +36,7 @@ pub(crate) enum Command {
     Calibrate(CalibrateArgs),
     Evaluate(EvaluateArgs),
     Convert(ConvertArgs),
+    Quantize(QuantizeArgs),
 }
 
 /// Which neurons of the FFN are computed.
@@ -68,6 +69,16 @@ pub(crate) enum DeviceName {
 pub(crate) enum LevelName {
     Scalar,
     Avx2,
+}
+
+/// How keys and values are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum KvTypeName {
+    F16,
+    F32,
+    /// A little over half the bytes of f16; for heads of a multiple of 32 values.
+    #[value(name = "q8_0")]
+    Q8_0,
 }
 
 /// The model and how it is loaded; the same for every command that runs one.
@@ -115,6 +126,9 @@ pub(crate) struct DeviceArgs {
     /// Instruction set; the best of this CPU unless given
     #[arg(long, value_enum, value_name = "NAME")]
     pub(crate) cpu_level: Option<LevelName>,
+    /// How keys and values of the context are kept; f16 unless given
+    #[arg(long, value_enum, value_name = "NAME")]
+    pub(crate) kv_type: Option<KvTypeName>,
 }
 
 /// Continues a prompt.
@@ -312,8 +326,10 @@ pub(crate) struct PerplexityArgs {
 /// Measures the speed of a model on this machine.
 ///
 /// Each repeat reads a prompt of random tokens and then decodes greedily; a first one warms up and is not counted.
-/// The bytes that decoding read are compared with what the same number of threads can read from memory. A model that
-/// fits in a cache of the CPU can be faster than memory, and its share above 100 %.
+/// The bytes that decoding read are compared with what the same number of threads can read from memory on huge pages.
+/// A model that fits in a cache of the CPU can be faster than memory, and its share above 100 %. The time to the first
+/// token is that from the start of loading to the end of the first prompt; the peak memory counts mapped pages of the
+/// file.
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     /// Tokens of the prompt
@@ -430,6 +446,30 @@ pub(crate) struct ConvertArgs {
     /// A neuron is active from this predictor score on, overriding what the predictors come with
     #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = finite)]
     pub(crate) sparse_threshold: Option<f32>,
+}
+
+/// Writes a copy of a model whose matrices are encoded in one type.
+///
+/// Embedding, output head and predictors are matrices too; norms and biases stay as they are. What the rounding cost
+/// is printed for each kind of matrix. A matrix that has the type already is copied, and one whose rows are no whole
+/// number of blocks stays as it is, with a note.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Example:
+  powerinfer quantize -m sparse-f16.gguf -o sparse-q4_0.gguf --type q4_0")]
+pub(crate) struct QuantizeArgs {
+    /// GGUF or PWRI file; the first one of a set
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) model: PathBuf,
+    /// File to write
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) out: PathBuf,
+    /// Type of the matrices: f32, f16, bf16, q8_0 or q4_0
+    #[arg(long = "type", value_name = "TYPE", value_parser = weight_type)]
+    pub(crate) matrix_type: WeightType,
+    /// Replace the output if it is there already
+    #[arg(long)]
+    pub(crate) force: bool,
 }
 
 fn weight_type(name: &str) -> Result<WeightType, String> {

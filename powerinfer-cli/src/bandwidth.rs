@@ -4,57 +4,70 @@ use std::hint::black_box;
 use std::thread;
 use std::time::Instant;
 
+use memmap2::MmapMut;
+
 const MAX_BYTES: usize = 1 << 30;
 const N_PASSES: usize = 5;
 
 /// The best of some passes over a buffer that no cache holds, in bytes per second; `None` without the memory or the
 /// threads for it.
 ///
-/// At most 1 GiB, at most a quarter of the memory that is free.
+/// At most 1 GiB, at most a quarter of the memory that is free, on huge pages where the system has them.
 pub(crate) fn measure(threads: usize) -> Option<f64> {
     let n_bytes = available_bytes().map_or(MAX_BYTES / 4, |free| MAX_BYTES.min(free / 4));
     read(n_bytes, threads, thread::Builder::new)
 }
 
 fn read(n_bytes: usize, threads: usize, builder: impl Fn() -> thread::Builder) -> Option<f64> {
-    let mut buffer: Vec<u64> = Vec::new();
-    buffer.try_reserve_exact(n_bytes / 8).ok()?;
+    let mut memory = MmapMut::map_anon(n_bytes).ok()?;
+    // As for the weights: with small pages, much of the time goes into finding them. A system may refuse.
+    #[cfg(target_os = "linux")]
+    let _ = memory.advise(memmap2::Advice::HugePage);
     // Pages that are never written are all the same page of zeros, which stays in the cache.
-    buffer.resize(n_bytes / 8, 1);
-    let chunk_len = buffer.len().div_ceil(threads.max(1)).max(1);
+    memory.fill(1);
+    let words = memory.as_chunks::<8>().0;
+    let chunk_len = words.len().div_ceil(threads.max(1)).max(1);
+    let expected = (words.len() as u64).wrapping_mul(u64::from_le_bytes([1; 8]));
     let mut best = 0.0f64;
     for _ in 0..N_PASSES {
         let start = Instant::now();
         let total: u64 = thread::scope(|scope| {
             let spawn = |chunk| builder().spawn_scoped(scope, move || sum(black_box(chunk)));
             // Those that did start end by themselves.
-            let workers = buffer.chunks(chunk_len).map(spawn).collect::<Result<Vec<_>, _>>().ok()?;
-            Some(workers.into_iter().map(|worker| worker.join().expect("a sum does not panic")).sum())
+            let workers = words.chunks(chunk_len).map(spawn).collect::<Result<Vec<_>, _>>().ok()?;
+            let sums = workers.into_iter().map(|worker| worker.join().expect("a sum does not panic"));
+            Some(sums.fold(0, u64::wrapping_add))
         })?;
         let seconds = start.elapsed().as_secs_f64();
-        assert_eq!(total, buffer.len() as u64, "every element was read once");
-        best = best.max((buffer.len() * 8) as f64 / seconds);
+        assert_eq!(total, expected, "every byte was read once");
+        best = best.max((words.len() * 8) as f64 / seconds);
     }
     Some(best)
 }
 
 /// Independent sums, so that no addition waits for the one before.
-fn sum(values: &[u64]) -> u64 {
+fn sum(words: &[[u8; 8]]) -> u64 {
     let mut sums = [0u64; 16];
-    let (blocks, rest) = values.as_chunks::<16>();
+    let (blocks, rest) = words.as_chunks::<16>();
     for block in blocks {
-        for (sum, value) in sums.iter_mut().zip(block) {
-            *sum = sum.wrapping_add(*value);
+        for (sum, word) in sums.iter_mut().zip(block) {
+            *sum = sum.wrapping_add(u64::from_le_bytes(*word));
         }
     }
-    sums.iter().chain(rest).fold(0, |a, v| a.wrapping_add(*v))
+    let rest = rest.iter().map(|word| u64::from_le_bytes(*word));
+    sums.into_iter().chain(rest).fold(0, u64::wrapping_add)
 }
 
 /// Memory that can be had without swapping, where the system tells.
 fn available_bytes() -> Option<usize> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: usize = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    let free = kib_field(&std::fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")?;
+    usize::try_from(free).ok()
+}
+
+/// The bytes of a line such as `MemAvailable:  1024 kB`.
+pub(crate) fn kib_field(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
 }
 
@@ -67,6 +80,14 @@ mod tests {
         for threads in [0, 1, 3] {
             assert!(read(8 * 1000, threads, thread::Builder::new).is_some_and(|speed| speed > 0.0));
         }
+    }
+
+    #[test]
+    fn fields_are_found_by_name_and_in_bytes() {
+        let text = "VmPeak:\t  20 kB\nVmHWM:\t    3 kB\nThreads:\t1\n";
+        assert_eq!(kib_field(text, "VmHWM:"), Some(3 << 10));
+        assert_eq!(kib_field(text, "Threads:"), None);
+        assert_eq!(kib_field(text, "VmRSS:"), None);
     }
 
     #[test]

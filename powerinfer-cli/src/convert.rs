@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use std::fmt;
 use std::fs;
 use std::io::{self, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use powerinfer_core::SUPPORTED_ARCHS;
 use powerinfer_gguf::{
@@ -18,6 +18,8 @@ use powerinfer_gguf::{
 use powerinfer_predictor::{Matrix, PredictorError, PredictorFile, WeightFile};
 use powerinfer_sparse_ops::block::{decode_row, encode_row};
 use powerinfer_sparse_ops::{Activation, LayerId, WeightType};
+
+pub(crate) mod quantize;
 
 const THRESHOLD_KEY: &str = "powerinfer.sparse_threshold";
 const FILE_TYPE_KEY: &str = "general.file_type";
@@ -101,11 +103,13 @@ impl RoundingError {
     }
 }
 
+/// A percentage, or with `{:#}` a phrase.
 impl fmt::Display for RoundingError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.relative_rms() {
             0.0 => f.write_str("lossless"),
-            error => write!(f, "relative RMS error {:.3} %", 100.0 * error),
+            error if f.alternate() => write!(f, "relative RMS error {:.3} %", 100.0 * error),
+            error => write!(f, "{:.3} %", 100.0 * error),
         }
     }
 }
@@ -150,15 +154,15 @@ impl fmt::Display for ConvertReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mib = self.output_bytes as f64 / f64::from(1 << 20);
         writeln!(f, "{} tensors, {mib:.2} MiB, threshold {}", self.n_tensors, self.sparse_threshold)?;
-        writeln!(f, "down projections: {} to {}, {}", self.down_from, self.down_type, self.down_overall())?;
+        writeln!(f, "down projections: {} to {}, {:#}", self.down_from, self.down_type, self.down_overall())?;
         if self.down_overall().relative_rms() > 0.0 {
             for (layer, error) in self.down.iter().enumerate() {
-                writeln!(f, "  layer {layer}: {error}")?;
+                writeln!(f, "  layer {layer}: {error:#}")?;
             }
         }
-        write!(f, "predictors: {}, {}", self.predictor_type, self.predictor)?;
+        write!(f, "predictors: {}, {:#}", self.predictor_type, self.predictor)?;
         if let Some(error) = &self.matrices {
-            write!(f, "\nother matrices: {error}")?;
+            write!(f, "\nother matrices: {error:#}")?;
         }
         self.notes.iter().try_for_each(|note| write!(f, "\nnote: {note}"))
     }
@@ -334,7 +338,9 @@ pub(crate) fn convert(
     request: &ConvertRequest,
     progress: &mut Progress<'_>,
 ) -> Result<ConvertReport, ConvertError> {
-    check_paths(request)?;
+    let weights = request.predictor.join("model.safetensors");
+    let inputs = [Some(&request.model), Some(&request.predictor), Some(&weights), request.down_from.as_ref()];
+    check_output(&request.output, inputs.into_iter().flatten(), request.replace)?;
     let model_error = |source| ConvertError::Model { path: request.model.clone(), source: Box::new(source) };
     let model = GgufModel::open(&request.model).map_err(model_error)?;
     let predictor = PredictorFile::open(&request.predictor)?;
@@ -359,14 +365,17 @@ pub(crate) fn convert(
     for item in items {
         let (name, dims, ty) = (item.name.clone(), item.dims.clone(), item.ty);
         let tally = &tally;
-        writer.tensor(&name, &dims, ty, TensorSource::stream(move |out| item.write(out, tally)))?;
+        let write = move |out: &mut dyn Write| {
+            let error = item.write(out)?;
+            tally.borrow_mut().done(&item, error);
+            Ok(())
+        };
+        writer.tensor(&name, &dims, ty, TensorSource::stream(write))?;
     }
-    writer.write(&request.output)?;
-    let output = fs::metadata(&request.output)
-        .map_err(|source| ConvertError::Output { path: request.output.clone(), source })?;
+    let output_bytes = finish(writer, &request.output)?;
     let Tally { down, predictor, matrices, .. } = tally.into_inner();
     Ok(ConvertReport {
-        output_bytes: output.len(),
+        output_bytes,
         n_tensors,
         sparse_threshold,
         down_from: types.down_source,
@@ -379,20 +388,31 @@ pub(crate) fn convert(
     })
 }
 
-fn check_paths(request: &ConvertRequest) -> Result<(), ConvertError> {
-    let inputs = [Some(&request.model), Some(&request.predictor), request.down_from.as_ref()];
-    let weights = request.predictor.join("model.safetensors");
-    let same = |input: &&PathBuf| match (input.canonicalize(), request.output.canonicalize()) {
+/// Writes the file and returns its bytes.
+fn finish(writer: GgufWriter<'_>, output: &Path) -> Result<u64, ConvertError> {
+    writer.write(output)?;
+    let written =
+        fs::metadata(output).map_err(|source| ConvertError::Output { path: output.to_owned(), source })?;
+    Ok(written.len())
+}
+
+/// Checks that the output replaces no input, and nothing at all unless it may.
+fn check_output<'p>(
+    output: &Path,
+    mut inputs: impl Iterator<Item = &'p PathBuf>,
+    replace: bool,
+) -> Result<(), ConvertError> {
+    let same = |input: &PathBuf| match (input.canonicalize(), output.canonicalize()) {
         (Ok(input), Ok(output)) => input == output,
         // What is not there yet is no input.
         _ => false,
     };
-    if inputs.into_iter().flatten().chain([&weights]).any(|input| same(&input)) {
-        return Err(ConvertError::SameFile { path: request.output.clone() });
+    if inputs.any(same) {
+        return Err(ConvertError::SameFile { path: output.to_owned() });
     }
     // A link that leads nowhere would be replaced too.
-    if !request.replace && fs::symlink_metadata(&request.output).is_ok() {
-        return Err(ConvertError::Exists { path: request.output.clone() });
+    if !replace && fs::symlink_metadata(output).is_ok() {
+        return Err(ConvertError::Exists { path: output.to_owned() });
     }
     Ok(())
 }
@@ -697,8 +717,8 @@ fn copy_keys(
     let activation_key = format!("{arch}.hidden_act");
     for (key, value) in metadata.iter() {
         let value = match (key, matrix_type.and_then(file_type)) {
-            // The output is one file.
-            ("split.no" | "split.count" | "split.tensors.count" | THRESHOLD_KEY, _) => continue,
+            (THRESHOLD_KEY, _) => continue,
+            _ if is_split_key(key) => continue,
             (FILE_TYPE_KEY, Some(id)) => Value::from(id),
             _ if key == activation_key => continue,
             _ => value.to_value(),
@@ -708,6 +728,11 @@ fn copy_keys(
     writer.key(&activation_key, Activation::Relu.name())?;
     writer.key(THRESHOLD_KEY, sparse_threshold)?;
     Ok(())
+}
+
+/// Keys of one file of a set, which the output is not.
+fn is_split_key(key: &str) -> bool {
+    matches!(key, "split.no" | "split.count" | "split.tensors.count")
 }
 
 /// What `general.file_type` says about a file whose matrices are mostly of this type.
@@ -767,8 +792,8 @@ impl Item<'_> {
         }
     }
 
-    fn write(self, out: &mut dyn Write, tally: &RefCell<Tally<'_, '_>>) -> io::Result<()> {
-        let n_bytes = self.n_bytes();
+    /// Writes the tensor and returns what its rounding cost.
+    fn write(&self, out: &mut dyn Write) -> io::Result<RoundingError> {
         let mut error = RoundingError::default();
         match &self.content {
             Content::Copy(tensor) => out.write_all(tensor.as_slice())?,
@@ -782,8 +807,7 @@ impl Item<'_> {
             }
             Content::Predictor(matrix, ty) => encode(matrix.rows(), *ty, out, &mut error)?,
         }
-        tally.borrow_mut().done(&self, n_bytes, error);
-        Ok(())
+        Ok(error)
     }
 }
 
@@ -842,14 +866,14 @@ impl<'p, 'q> Tally<'p, 'q> {
         Self { down: vec![none; n_layer], predictor: none, matrices: none, done: 0, total, progress }
     }
 
-    fn done(&mut self, item: &Item<'_>, n_bytes: u64, error: RoundingError) {
+    fn done(&mut self, item: &Item<'_>, error: RoundingError) {
         match &item.content {
             Content::Copy(_) => {}
             Content::Encode(..) => self.matrices.merge(error),
             Content::Down { layer, .. } => self.down[layer.index()] = error,
             Content::Predictor(..) => self.predictor.merge(error),
         }
-        self.done += n_bytes;
+        self.done += item.n_bytes();
         (self.progress)(&item.name, self.done, self.total);
     }
 }

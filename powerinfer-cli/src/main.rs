@@ -15,7 +15,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use args::{Cli, Command};
-use command::{bench, calibrate, evaluate, generate, inspect, logits, perplexity, tokenize};
+use command::{bench, calibrate, evaluate, generate, inspect, logits, perplexity, quantize, tokenize};
 use error::CliError;
 
 fn main() -> ExitCode {
@@ -29,6 +29,7 @@ fn main() -> ExitCode {
         Command::Calibrate(args) => calibrate::run(&args),
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Convert(args) => command::convert::run(&args),
+        Command::Quantize(args) => quantize::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -6,12 +6,14 @@ use std::path::{Path, PathBuf};
 use powerinfer_core::sampling::{Mirostat, SamplingParams};
 use powerinfer_core::tokenizer::{Encode, Tokenizer, TokenizerError};
 use powerinfer_core::{
-    Activation, ActiveMode, CalibrationChoice, CpuLevel, CpuOptions, Device, LoadOptions, Model, NoteLevel,
-    Rounding, TokenId, default_threads,
+    Activation, ActiveMode, CalibrationChoice, CpuLevel, CpuOptions, Device, KvType, LoadOptions, Model,
+    NoteLevel, Rounding, TokenId, default_threads,
 };
 use powerinfer_gguf::{GgufFile, GgufModel};
 
-use crate::args::{ActivationName, DeviceArgs, DeviceName, LevelName, Mode, ModelArgs, SamplingArgs};
+use crate::args::{
+    ActivationName, DeviceArgs, DeviceName, KvTypeName, LevelName, Mode, ModelArgs, SamplingArgs,
+};
 use crate::error::CliError;
 use crate::output::say;
 
@@ -153,7 +155,11 @@ pub(crate) fn modes(asked: &[Mode], model: &Model) -> Vec<ActiveMode> {
 fn device(args: &DeviceArgs) -> Result<Device, CliError> {
     match args.device {
         DeviceName::Reference => {
-            let flags = [("--threads", args.threads.is_some()), ("--cpu-level", args.cpu_level.is_some())];
+            let flags = [
+                ("--threads", args.threads.is_some()),
+                ("--cpu-level", args.cpu_level.is_some()),
+                ("--kv-type", args.kv_type.is_some()),
+            ];
             match flags.into_iter().find(|(_, given)| *given) {
                 Some((flag, _)) => Err(CliError::FlagWithoutUse { flag, device: "reference" }),
                 None => Ok(Device::Reference(Rounding::None)),
@@ -180,7 +186,13 @@ fn cpu(args: &DeviceArgs) -> Result<Device, CliError> {
     };
     // 0 is the library's own choice.
     let threads = args.threads.map_or(0, |n| n as usize);
-    Ok(Device::Cpu(CpuOptions { threads, level, ..CpuOptions::default() }))
+    let kv_type = match args.kv_type {
+        None => KvType::default(),
+        Some(KvTypeName::F16) => KvType::F16,
+        Some(KvTypeName::F32) => KvType::F32,
+        Some(KvTypeName::Q8_0) => KvType::Q8_0,
+    };
+    Ok(Device::Cpu(CpuOptions { threads, level, kv_type, ..CpuOptions::default() }))
 }
 
 /// Threads that compute with these flags.

@@ -62,6 +62,19 @@ pub(crate) fn progress_bar(len: u64, template: &str) -> ProgressBar {
     ProgressBar::with_draw_target(Some(len), ProgressDrawTarget::stderr()).with_style(style)
 }
 
+/// Shows a bar while a model is written; `write` calls its argument after each tensor with its name, and the bytes that
+/// are written and that will be.
+pub(crate) fn with_tensor_bar<T>(write: impl FnOnce(&mut dyn FnMut(&str, u64, u64)) -> T) -> T {
+    let bar = progress_bar(0, "{bar:40} {bytes}/{total_bytes}, {eta} left  {msg}");
+    let result = write(&mut |name, done, total| {
+        bar.set_length(total);
+        bar.set_position(done);
+        bar.set_message(name.to_owned());
+    });
+    bar.finish_and_clear();
+    result
+}
+
 /// A number of bytes for people.
 pub(crate) fn bytes(n: f64) -> String {
     let mut value = n;

@@ -6,7 +6,7 @@ use powerinfer_sparse_ops::reference::{ReferenceBackend, Rounding};
 use powerinfer_sparse_ops::{BackendError, HybridBackend, ModelSpec};
 
 #[cfg(feature = "cpu")]
-pub use powerinfer_cpu::{CpuLevel, CpuOptions, KvType, default_threads};
+pub use powerinfer_cpu::{CpuLevel, CpuOptions, KvType, WeightHome, default_threads};
 
 /// What computes.
 #[derive(Clone, Debug)]
@@ -35,7 +35,9 @@ impl Device {
     pub(crate) fn backend(&self, spec: &Arc<ModelSpec>) -> Result<Box<dyn HybridBackend>, BackendError> {
         Ok(match self {
             #[cfg(feature = "cpu")]
-            Self::Cpu(options) => Box::new(powerinfer_cpu::CpuBackend::new(Arc::clone(spec), *options)?),
+            Self::Cpu(options) => {
+                Box::new(powerinfer_cpu::CpuBackend::new(Arc::clone(spec), options.clone())?)
+            }
             Self::Reference(rounding) => Box::new(ReferenceBackend::new(Arc::clone(spec), *rounding)),
         })
     }

@@ -56,6 +56,31 @@ pub struct LoadOptions {
     pub pre_tokenizer: Option<PreTokenizer>,
     /// Tokens that go through the model together in a prompt.
     pub n_batch: usize,
+    /// Told how far the weights have been brought in.
+    pub progress: LoadProgress,
+}
+
+/// Called while weights are brought in, with the bytes done and the bytes in all.
+#[derive(Clone, Default)]
+pub struct LoadProgress(Option<Arc<dyn Fn(u64, u64) + Send + Sync>>);
+
+impl LoadProgress {
+    /// Calls `f`.
+    pub fn new(f: impl Fn(u64, u64) + Send + Sync + 'static) -> Self {
+        Self(Some(Arc::new(f)))
+    }
+
+    pub(crate) fn tell(&self, done: u64, total: u64) {
+        if let Some(f) = &self.0 {
+            f(done, total);
+        }
+    }
+}
+
+impl std::fmt::Debug for LoadProgress {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if self.0.is_some() { "LoadProgress(set)" } else { "LoadProgress(none)" })
+    }
 }
 
 impl Default for LoadOptions {
@@ -70,6 +95,7 @@ impl Default for LoadOptions {
             recall: None,
             pre_tokenizer: None,
             n_batch: 256,
+            progress: LoadProgress::default(),
         }
     }
 }

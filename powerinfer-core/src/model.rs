@@ -293,5 +293,6 @@ fn fill_backends(
             home.load_predictor(layer, predictor)?;
         }
     }
+    home.load_done(&mut |done, total| options.progress.tell(done, total))?;
     Ok(Forward::new(spec, vec![home], options.n_batch))
 }

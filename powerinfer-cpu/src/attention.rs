@@ -1,12 +1,33 @@
 //! The KV cache, and attention over it.
+//!
+//! A head's keys and values lie in tiles of [`POSITIONS`] positions: keys by dimension, values by position.
+//!
+//! ```text
+//! keys    [n_layer, n_head_kv, n_tiles, head_dim, POSITIONS]
+//! values  [n_layer, n_head_kv, n_tiles, POSITIONS, head_dim]
+//! ```
+//!
+//! Rows of one sequence at consecutive positions and the query heads that share a KV head meet each tile together. A row
+//! goes over its positions in spans of [`SPAN`], tile by tile, with the running maximum and sum of the softmax; then
+//! over the results of the spans. So its bits depend on its own queries, keys and values alone, whether a thread
+//! computes one span or all of them.
 
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, TryLockError};
+
+use bytemuck::Zeroable;
 use half::f16;
 use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
-use powerinfer_sparse_ops::{ModelSpec, SeqId, StepRow, WeightType};
+use powerinfer_sparse_ops::block::{BlockQ8_0, quantize_q8_0};
+use powerinfer_sparse_ops::{ModelSpec, SeqId, StepRow};
 
-use crate::kernel::{AXPY_ROWS, axpy, dot_f32};
+use crate::kernel::attention::{
+    BlockKeys, ByPosition, Kept, Line, POSITIONS, QUERIES, Running, Shares, exp, lines, mix, scores, softmax,
+    widen,
+};
 use crate::level::CpuLevel;
 use crate::matmul::Cpu;
+use crate::pool::Pool;
 
 /// How keys and values are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -16,107 +37,245 @@ pub enum KvType {
     F16,
     /// As computed.
     F32,
+    /// 8 bits and an f16 scale for each 32 values, which must divide the head.
+    Q8_0,
 }
 
 impl KvType {
-    /// Bytes of one element.
-    pub fn n_bytes(self) -> usize {
+    /// Values that are kept together; a head is whole blocks.
+    pub fn block_len(self) -> usize {
+        match self {
+            Self::F16 | Self::F32 => 1,
+            Self::Q8_0 => 32,
+        }
+    }
+
+    /// Bytes of one block.
+    pub fn block_bytes(self) -> usize {
         match self {
             Self::F16 => 2,
             Self::F32 => 4,
+            Self::Q8_0 => size_of::<BlockQ8_0>(),
+        }
+    }
+
+    /// Bytes of `n` values in whole blocks.
+    pub fn n_bytes(self, n: usize) -> usize {
+        n / self.block_len() * self.block_bytes()
+    }
+
+    /// The name as files and flags have it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F16 => "F16",
+            Self::F32 => "F32",
+            Self::Q8_0 => "Q8_0",
         }
     }
 }
 
-/// Positions whose scores are made before their values are mixed; their largest score sets the scale, so fewer
-/// would rescale more often, and these fit on the stack.
-const POSITIONS: usize = 64;
+/// Positions whose result is made by itself: where one head has more of them, threads may share it. Of a head of 64
+/// dimensions they are 64 KiB in F16, some microseconds of work.
+const SPAN: usize = 8 * POSITIONS;
 
-#[derive(Clone, Debug)]
-enum Values {
-    F16(Vec<u16>),
-    F32(Vec<f32>),
+/// Queries that meet a tile of keys together, if there are so many: 32 of 128 dimensions and their sums are another
+/// 32 KiB beside the tile.
+const RUN_QUERIES: usize = 4 * QUERIES;
+
+/// Pieces for each thread from which on threads need not share a head.
+const PIECES_PER_THREAD: usize = 4;
+
+/// Rows from which on writing is shared out; a few are written faster than a thread wakes.
+const ROWS_WORTH_SHARING: usize = 8;
+
+/// Shape of one head's part of a cache.
+#[derive(Clone, Copy, Debug)]
+struct Head {
+    ty: KvType,
+    head_dim: usize,
 }
 
-impl Values {
-    /// `n` zeros; memory that the system hands out only when it is written.
-    fn zeros(ty: KvType, n: usize) -> Self {
-        match ty {
-            KvType::F16 => Self::F16(vec![0; n]),
-            KvType::F32 => Self::F32(vec![0.0; n]),
+impl Head {
+    /// Length of a tile in words; its bytes are a multiple of 64 for every type.
+    fn tile_words(self) -> usize {
+        self.ty.n_bytes(self.head_dim) * POSITIONS / size_of::<u32>()
+    }
+
+    fn keys(self, tile: &[u32]) -> Kept<'_> {
+        match self.ty {
+            KvType::F16 => Kept::F16(bytemuck::cast_slice(tile)),
+            KvType::F32 => Kept::F32(bytemuck::cast_slice(tile)),
+            KvType::Q8_0 => Kept::Keys(bytemuck::cast_slice(tile)),
         }
     }
 
-    fn part(&self, at: usize, n: usize) -> &[u8] {
-        match self {
-            Self::F16(v) => bytemuck::cast_slice(&v[at..at + n]),
-            Self::F32(v) => bytemuck::cast_slice(&v[at..at + n]),
+    fn values(self, tile: &[u32]) -> Kept<'_> {
+        match self.ty {
+            KvType::F16 => Kept::F16(bytemuck::cast_slice(tile)),
+            KvType::F32 => Kept::F32(bytemuck::cast_slice(tile)),
+            KvType::Q8_0 => Kept::Values(bytemuck::cast_slice(tile)),
         }
     }
 
-    fn ty(&self) -> WeightType {
-        match self {
-            Self::F16(_) => WeightType::F16,
-            Self::F32(_) => WeightType::F32,
-        }
-    }
-
-    fn write(&mut self, at: usize, values: &[f32]) {
-        match self {
-            Self::F16(v) => {
-                let to: &mut [f16] = v[at..at + values.len()].reinterpret_cast_mut();
-                to.convert_from_f32_slice(values);
+    /// Writes the key of position `p` of a tile.
+    fn write_key(self, tile: &mut [u32], p: usize, x: &[f32]) {
+        match self.ty {
+            KvType::F16 => {
+                let dims = bytemuck::cast_slice_mut::<u32, [u16; POSITIONS]>(tile);
+                let mut rounded = [f16::ZERO; 32];
+                for (dims, x) in dims.chunks_mut(32).zip(x.chunks(32)) {
+                    rounded[..x.len()].convert_from_f32_slice(x);
+                    for (dim, x) in dims.iter_mut().zip(rounded) {
+                        dim[p] = x.to_bits();
+                    }
+                }
             }
-            Self::F32(v) => v[at..at + values.len()].copy_from_slice(values),
+            KvType::F32 => {
+                let dims = bytemuck::cast_slice_mut::<u32, [f32; POSITIONS]>(tile);
+                dims.iter_mut().zip(x).for_each(|(dim, x)| dim[p] = *x);
+            }
+            KvType::Q8_0 => {
+                for (to, x) in bytemuck::cast_slice_mut::<u32, BlockKeys>(tile).iter_mut().zip(x.chunks(32)) {
+                    let mut rounded = [BlockQ8_0::zeroed()];
+                    quantize_q8_0(x, &mut rounded);
+                    to.d[p] = rounded[0].d.to_bits();
+                    to.q.iter_mut().zip(rounded[0].qs).for_each(|(to, q)| to[p] = q);
+                }
+            }
         }
     }
 
-    fn copy(&mut self, at: usize, from: &Self, from_at: usize, n: usize) {
-        match (self, from) {
-            (Self::F16(to), Self::F16(from)) => {
-                to[at..at + n].copy_from_slice(&from[from_at..from_at + n]);
+    /// Writes the value of position `p` of a tile.
+    fn write_value(self, tile: &mut [u32], p: usize, x: &[f32]) {
+        let n = self.head_dim;
+        match self.ty {
+            KvType::F16 => {
+                let to = &mut bytemuck::cast_slice_mut::<u32, u16>(tile)[p * n..][..n];
+                let to: &mut [f16] = to.reinterpret_cast_mut();
+                to.convert_from_f32_slice(x);
             }
-            (Self::F32(to), Self::F32(from)) => {
-                to[at..at + n].copy_from_slice(&from[from_at..from_at + n]);
+            KvType::F32 => bytemuck::cast_slice_mut::<u32, f32>(tile)[p * n..][..n].copy_from_slice(x),
+            KvType::Q8_0 => {
+                let n = n / 32;
+                quantize_q8_0(x, &mut bytemuck::cast_slice_mut::<u32, BlockQ8_0>(tile)[p * n..][..n]);
             }
-            _ => unreachable!("all caches of a backend have one type"),
         }
+    }
+
+    /// Copies some positions of a tile of keys.
+    fn copy_keys(self, to: &mut [u32], from: &[u32], positions: Range<usize>) {
+        match self.ty {
+            KvType::F16 => copy_columns::<u16>(to, from, positions),
+            KvType::F32 => copy_columns::<u32>(to, from, positions),
+            KvType::Q8_0 => {
+                let (to, from) = (bytemuck::cast_slice_mut(to), bytemuck::cast_slice::<u32, BlockKeys>(from));
+                for (to, from) in to.iter_mut().zip(from) {
+                    let to: &mut BlockKeys = to;
+                    to.d[positions.clone()].copy_from_slice(&from.d[positions.clone()]);
+                    for (to, from) in to.q.iter_mut().zip(&from.q) {
+                        to[positions.clone()].copy_from_slice(&from[positions.clone()]);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Copies some positions of a tile of values.
+    fn copy_values(self, to: &mut [u32], from: &[u32], positions: Range<usize>) {
+        let n_bytes = self.ty.n_bytes(self.head_dim);
+        let bytes = positions.start * n_bytes..positions.end * n_bytes;
+        bytemuck::cast_slice_mut::<u32, u8>(to)[bytes.clone()]
+            .copy_from_slice(&bytemuck::cast_slice::<u32, u8>(from)[bytes]);
     }
 }
 
-/// Keys and values of one sequence, each `[n_layer, kv_len, kv_dim]`.
+/// Copies some columns of rows of [`POSITIONS`].
+fn copy_columns<T: bytemuck::Pod>(to: &mut [u32], from: &[u32], columns: Range<usize>) {
+    let to = bytemuck::cast_slice_mut::<u32, T>(to).as_chunks_mut::<POSITIONS>().0;
+    let from = bytemuck::cast_slice::<u32, T>(from).as_chunks::<POSITIONS>().0;
+    for (to, from) in to.iter_mut().zip(from) {
+        to[columns.clone()].copy_from_slice(&from[columns.clone()]);
+    }
+}
+
+/// Keys and values of one sequence; the layout is in the module text.
 #[derive(Clone, Debug)]
 pub(crate) struct KvCache {
     kv_len: usize,
-    k: Values,
-    v: Values,
+    n_head_kv: usize,
+    head: Head,
+    k: Vec<u32>,
+    v: Vec<u32>,
 }
 
 impl KvCache {
     /// Bytes that a cache takes, if they can be counted.
     pub(crate) fn n_bytes(spec: &ModelSpec, ty: KvType, kv_len: usize) -> Option<usize> {
-        spec.n_layer.checked_mul(spec.kv_dim())?.checked_mul(2 * ty.n_bytes())?.checked_mul(kv_len)
+        let n_positions = kv_len.checked_next_multiple_of(POSITIONS)?;
+        spec.n_layer.checked_mul(2 * ty.n_bytes(spec.kv_dim()))?.checked_mul(n_positions)
     }
 
+    /// Zeros; memory that the system hands out only when it is written.
     pub(crate) fn new(spec: &ModelSpec, ty: KvType, kv_len: usize) -> Self {
-        let n = spec.n_layer * kv_len * spec.kv_dim();
-        Self { kv_len, k: Values::zeros(ty, n), v: Values::zeros(ty, n) }
+        let head = Head { ty, head_dim: spec.head_dim };
+        let n = spec.n_layer * spec.n_head_kv * kv_len.div_ceil(POSITIONS) * head.tile_words();
+        Self { kv_len, n_head_kv: spec.n_head_kv, head, k: vec![0; n], v: vec![0; n] }
     }
 
     pub(crate) fn kv_len(&self) -> usize {
         self.kv_len
     }
 
+    /// Words of one head of one layer.
+    fn head_words(&self) -> usize {
+        self.kv_len.div_ceil(POSITIONS) * self.head.tile_words()
+    }
+
+    /// Where a tile lies in the keys and in the values.
+    fn tile(&self, layer: usize, head_kv: usize, tile: usize) -> Range<usize> {
+        let n = self.head.tile_words();
+        let start = (layer * self.n_head_kv + head_kv) * self.head_words() + tile * n;
+        start..start + n
+    }
+
     /// Copies positions `positions` of every layer to the same positions here.
-    pub(crate) fn copy_from(&mut self, spec: &ModelSpec, from: &Self, positions: std::ops::Range<usize>) {
-        let kv_dim = spec.kv_dim();
-        let n = positions.len() * kv_dim;
-        for layer in 0..spec.n_layer {
-            let to_at = (layer * self.kv_len + positions.start) * kv_dim;
-            let from_at = (layer * from.kv_len + positions.start) * kv_dim;
-            self.k.copy(to_at, &from.k, from_at, n);
-            self.v.copy(to_at, &from.v, from_at, n);
+    pub(crate) fn copy_from(&mut self, spec: &ModelSpec, from: &Self, positions: Range<usize>) {
+        for (layer, head_kv) in (0..spec.n_layer).flat_map(|l| (0..spec.n_head_kv).map(move |h| (l, h))) {
+            for tile in positions.start / POSITIONS..positions.end.div_ceil(POSITIONS) {
+                let first = tile * POSITIONS;
+                let part = positions.start.saturating_sub(first)..POSITIONS.min(positions.end - first);
+                let (to, at) = (self.tile(layer, head_kv, tile), from.tile(layer, head_kv, tile));
+                self.head.copy_keys(&mut self.k[to.clone()], &from.k[at.clone()], part.clone());
+                self.head.copy_values(&mut self.v[to], &from.v[at], part);
+            }
         }
+    }
+
+    /// Writes keys and values of one layer from position `first` on.
+    ///
+    /// # Shapes
+    /// `k, v [n_rows, n_head_kv, head_dim]`.
+    fn write(&mut self, pool: &mut Pool, layer: usize, first: usize, k: &[f32], v: &[f32]) {
+        let (head, n_head_kv, head_words) = (self.head, self.n_head_kv, self.head_words());
+        let kv_dim = n_head_kv * head.head_dim;
+        let n_rows = k.len() / kv_dim;
+        let layer = layer * n_head_kv * head_words..(layer + 1) * n_head_kv * head_words;
+        let mut share = |to: &mut [u32], x: &[f32], write: fn(Head, &mut [u32], usize, &[f32])| {
+            let write_head = |head_kv: usize, to: &mut [u32]| {
+                for row in 0..n_rows {
+                    let (tile, p) = ((first + row) / POSITIONS, (first + row) % POSITIONS);
+                    let tile = &mut to[tile * head.tile_words()..][..head.tile_words()];
+                    write(head, tile, p, &x[row * kv_dim + head_kv * head.head_dim..][..head.head_dim]);
+                }
+            };
+            if n_rows < ROWS_WORTH_SHARING {
+                to.chunks_exact_mut(head_words).enumerate().for_each(|(i, to)| write_head(i, to));
+            } else {
+                pool.run_pieces(to, head_words, write_head);
+            }
+        };
+        share(&mut self.k[layer.clone()], k, Head::write_key);
+        share(&mut self.v[layer], v, Head::write_value);
     }
 }
 
@@ -130,6 +289,11 @@ pub(crate) struct KvCaches {
 impl KvCaches {
     pub(crate) fn get(&self, seq: SeqId) -> Option<&KvCache> {
         self.caches.iter().find(|(id, _)| *id == seq).map(|(_, cache)| cache)
+    }
+
+    /// Positions of the longest cache.
+    pub(crate) fn max_len(&self) -> usize {
+        self.caches.iter().map(|(_, cache)| cache.kv_len).max().unwrap_or(0)
     }
 
     fn index(&self, seq: SeqId) -> usize {
@@ -147,13 +311,7 @@ impl KvCaches {
     }
 
     /// See [`HybridBackend::kv_copy`](powerinfer_sparse_ops::HybridBackend::kv_copy).
-    pub(crate) fn copy(
-        &mut self,
-        spec: &ModelSpec,
-        from: SeqId,
-        to: SeqId,
-        positions: std::ops::Range<usize>,
-    ) {
+    pub(crate) fn copy(&mut self, spec: &ModelSpec, from: SeqId, to: SeqId, positions: Range<usize>) {
         let (from, to) = (self.index(from), self.index(to));
         if let Ok([(_, from), (_, to)]) = self.caches.get_disjoint_mut([from, to]) {
             to.copy_from(spec, from, positions);
@@ -164,136 +322,397 @@ impl KvCaches {
     ///
     /// # Shapes
     /// `k, v [n_rows, kv_dim]`.
-    pub(crate) fn write(&mut self, spec: &ModelSpec, layer: usize, rows: &[StepRow], k: &[f32], v: &[f32]) {
+    pub(crate) fn write(
+        &mut self,
+        pool: &mut Pool,
+        spec: &ModelSpec,
+        layer: usize,
+        rows: &[StepRow],
+        k: &[f32],
+        v: &[f32],
+    ) {
         let kv_dim = spec.kv_dim();
-        for (i, row) in rows.iter().enumerate() {
-            let at = self.index(row.seq);
+        for run in runs(rows, usize::MAX) {
+            let (seq, pos) = (rows[run.start].seq, rows[run.end - 1].pos as usize);
+            let at = self.index(seq);
             let cache = &mut self.caches[at].1;
-            let pos = row.pos as usize;
-            assert!(
-                pos < cache.kv_len,
-                "position {pos} of sequence {} with room for {}",
-                row.seq,
-                cache.kv_len
-            );
-            let at = (layer * cache.kv_len + pos) * kv_dim;
-            cache.k.write(at, &k[i * kv_dim..][..kv_dim]);
-            cache.v.write(at, &v[i * kv_dim..][..kv_dim]);
+            let kv_len = cache.kv_len;
+            assert!(pos < kv_len, "position {pos} of sequence {seq} with room for {kv_len}");
+            let values = run.start * kv_dim..run.end * kv_dim;
+            cache.write(pool, layer, rows[run.start].pos as usize, &k[values.clone()], &v[values]);
         }
     }
+}
+
+/// Cuts rows where the sequence changes, a position is left out, or a run has `max_len`.
+fn runs(rows: &[StepRow], max_len: usize) -> impl Iterator<Item = Range<usize>> {
+    let mut start = 0;
+    std::iter::from_fn(move || {
+        let first = rows.get(start)?;
+        let follows =
+            |(i, row): (u32, &StepRow)| row.seq == first.seq && row.pos == first.pos.wrapping_add(i);
+        let len = (0..).zip(&rows[start..]).take(max_len).take_while(|row| follows(*row)).count();
+        start += len;
+        Some(start - len..start)
+    })
+}
+
+/// Buffers of [`attention`].
+#[derive(Debug, Default)]
+pub(crate) struct AttentionScratch {
+    /// One for each thread.
+    workers: Vec<Mutex<Worker>>,
+    /// Results of the spans of one run, `[n_head_kv, n_spans]` parts.
+    parts: Vec<Line>,
+}
+
+/// Buffers of a thread; a part is what [`Part`] says.
+#[derive(Debug, Default)]
+struct Worker {
+    /// Queries in blocks, `[n_blocks, head_dim]`.
+    q: Vec<[f32; QUERIES]>,
+    /// Keys of a tile, `[head_dim]`.
+    k: Vec<ByPosition>,
+    /// Values of a tile, `[POSITIONS, lines(head_dim)]`.
+    v: Vec<Line>,
+    /// Result of a span.
+    span: Vec<Line>,
+    /// Result of all spans so far.
+    total: Vec<Line>,
+}
+
+/// Query heads that share a KV head.
+fn per_kv(spec: &ModelSpec) -> usize {
+    spec.n_head / spec.n_head_kv
+}
+
+/// Rows that meet a tile together, where a thread has all their spans, and where it has one.
+fn run_lens(spec: &ModelSpec) -> (usize, usize) {
+    let n = per_kv(spec);
+    ((RUN_QUERIES / n).clamp(1, 16), (QUERIES / n).max(1))
+}
+
+impl AttentionScratch {
+    /// Makes room for `n_threads` and for caches of `kv_len` positions.
+    pub(crate) fn reserve(&mut self, spec: &ModelSpec, n_threads: usize, kv_len: usize) {
+        let (whole, split) = run_lens(spec);
+        let n_queries = whole.max(split) * per_kv(spec);
+        let n_lines = lines(spec.head_dim);
+        self.workers.resize_with(self.workers.len().max(n_threads), Mutex::default);
+        for worker in &mut self.workers {
+            let w = worker.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+            w.q.resize(n_queries.div_ceil(QUERIES) * spec.head_dim, [0.0; QUERIES]);
+            w.k.resize(spec.head_dim, ByPosition::zeroed());
+            w.v.resize(POSITIONS * n_lines, Line::ZERO);
+            w.span.resize(Part::n_lines(n_queries, n_lines), Line::ZERO);
+            w.total.resize(Part::n_lines(n_queries, n_lines), Line::ZERO);
+        }
+        let n_parts = spec.n_head_kv * kv_len.div_ceil(SPAN);
+        let n = n_parts * Part::n_lines(split * per_kv(spec), n_lines);
+        self.parts.resize(self.parts.len().max(n), Line::ZERO);
+    }
+}
+
+/// A worker's buffers that nobody uses; there is one for each thread.
+fn free(workers: &[Mutex<Worker>]) -> MutexGuard<'_, Worker> {
+    let found = workers.iter().find_map(|worker| match worker.try_lock() {
+        Ok(worker) => Some(worker),
+        // Buffers are written before they are read, so what a panic left does not matter.
+        Err(TryLockError::Poisoned(worker)) => Some(worker.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    });
+    found.expect("a thread holds one at most, and there are as many as threads")
+}
+
+/// Result for some queries over some positions: sums of values, then a line for each query with its maximum and sum.
+struct Part<'a> {
+    /// `[n_queries, lines(head_dim)]`.
+    acc: &'a mut [Line],
+    /// `[n_queries]`.
+    running: &'a mut [Line],
+}
+
+impl<'a> Part<'a> {
+    fn n_lines(n_queries: usize, n_lines: usize) -> usize {
+        n_queries * (n_lines + 1)
+    }
+
+    fn new(part: &'a mut [Line], n_queries: usize) -> Self {
+        let (acc, running) = part.split_at_mut(part.len() - n_queries);
+        Self { acc, running }
+    }
+
+    fn clear(&mut self) {
+        self.acc.fill(Line::ZERO);
+        (0..self.running.len()).for_each(|i| self.set_running(i, Running::NONE));
+    }
+
+    fn running(&self, i: usize) -> Running {
+        let [max, sum, ..] = self.running[i].0;
+        Running { max, sum }
+    }
+
+    fn set_running(&mut self, i: usize, Running { max, sum }: Running) {
+        (self.running[i].0[0], self.running[i].0[1]) = (max, sum);
+    }
+
+    /// Adds the result of later positions. What has none of them, or no share in them, changes nothing.
+    fn merge(&mut self, later: &Part<'_>) {
+        let n_lines = self.acc.len() / self.running.len();
+        for i in 0..self.running.len() {
+            let (a, b) = (self.running(i), later.running(i));
+            if b.max == f32::NEG_INFINITY && b.sum == 0.0 {
+                continue;
+            }
+            let base = Running::base(a.max.max(b.max));
+            let (shrink_a, shrink_b) = (exp(a.max - base), exp(b.max - base));
+            let sum = a.sum * shrink_a + b.sum * shrink_b;
+            self.set_running(i, Running { max: a.max.max(b.max), sum });
+            let acc = i * n_lines..(i + 1) * n_lines;
+            for (a, b) in self.acc[acc.clone()].iter_mut().zip(&later.acc[acc]) {
+                for lane in 0..Line::LEN {
+                    a.0[lane] = a.0[lane] * shrink_a + b.0[lane] * shrink_b;
+                }
+            }
+        }
+    }
+
+    /// Mixed values of the queries from `first` on.
+    ///
+    /// # Shapes
+    /// `out [any, head_dim]`.
+    fn finish(&self, first: usize, head_dim: usize, out: &mut [f32]) {
+        let n_lines = lines(head_dim);
+        for (i, out) in out.chunks_exact_mut(head_dim).enumerate().map(|(i, out)| (first + i, out)) {
+            let acc: &[f32] = bytemuck::cast_slice(&self.acc[i * n_lines..][..n_lines]);
+            let sum = self.running(i).sum;
+            out.iter_mut().zip(acc).for_each(|(out, acc)| *out = acc / sum);
+        }
+    }
+}
+
+/// What attention reads.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Queries<'a> {
+    pub(crate) spec: &'a ModelSpec,
+    pub(crate) caches: &'a KvCaches,
+    pub(crate) layer: usize,
+    pub(crate) rows: &'a [StepRow],
+    /// `[n_rows, n_head, head_dim]`.
+    pub(crate) q: &'a [f32],
+}
+
+impl<'a> Queries<'a> {
+    /// One KV head of some rows, which are a run.
+    fn run(&self, first_row: usize, n_rows: usize, head_kv: usize) -> Run<'a> {
+        let StepRow { seq, pos, .. } = self.rows[first_row];
+        let cache = &self.caches.caches[self.caches.index(seq)].1;
+        Run { queries: *self, cache, first_row, n_rows, first_pos: pos as usize, head_kv }
+    }
+}
+
+/// The query heads of one KV head in consecutive rows of a sequence; query `i` is head `i % n` of row `i / n`.
+struct Run<'a> {
+    queries: Queries<'a>,
+    cache: &'a KvCache,
+    first_row: usize,
+    n_rows: usize,
+    first_pos: usize,
+    head_kv: usize,
+}
+
+impl Run<'_> {
+    fn n_queries(&self) -> usize {
+        self.n_rows * per_kv(self.queries.spec)
+    }
+
+    /// Positions of the last row.
+    fn n_positions(&self) -> usize {
+        self.first_pos + self.n_rows
+    }
+
+    fn part<'p>(&self, buffer: &'p mut [Line]) -> Part<'p> {
+        let n = Part::n_lines(self.n_queries(), lines(self.queries.spec.head_dim));
+        Part::new(&mut buffer[..n], self.n_queries())
+    }
+
+    /// Brings the queries into blocks, scaled.
+    fn pack(&self, blocks: &mut [[f32; QUERIES]]) {
+        let Queries { spec, q, .. } = self.queries;
+        let (head_dim, n) = (spec.head_dim, per_kv(spec));
+        let scale = spec.attn_scale();
+        for i in 0..self.n_queries() {
+            let at = ((self.first_row + i / n) * spec.n_head + self.head_kv * n + i % n) * head_dim;
+            let block = &mut blocks[i / QUERIES * head_dim..][..head_dim];
+            block.iter_mut().zip(&q[at..][..head_dim]).for_each(|(to, q)| to[i % QUERIES] = q * scale);
+        }
+    }
+
+    /// The result of the positions of one span, of packed queries.
+    fn attend_span(&self, level: CpuLevel, buffers: Buffers<'_>, span: usize, part: &mut Part<'_>) {
+        let Queries { spec, layer, .. } = self.queries;
+        let Buffers { q, k, v } = buffers;
+        let (head, n_lines) = (self.cache.head, lines(spec.head_dim));
+        part.clear();
+        let positions = span * SPAN..self.n_positions().min((span + 1) * SPAN);
+        for first in positions.step_by(POSITIONS) {
+            let tile = self.cache.tile(layer, self.head_kv, first / POSITIONS);
+            let n = POSITIONS.min(self.n_positions() - first);
+            widen(level, head.keys(&self.cache.k[tile.clone()]), POSITIONS, bytemuck::cast_slice_mut(k));
+            widen(level, head.values(&self.cache.v[tile]), spec.head_dim, &mut v[..n * n_lines]);
+            for block in 0..self.n_queries().div_ceil(QUERIES) {
+                let q = &q[block * spec.head_dim..][..spec.head_dim];
+                self.attend_block(level, &Tile { first, k, v }, q, block * QUERIES, part);
+            }
+        }
+    }
+
+    /// A block of queries, from `query` on, over a tile.
+    fn attend_block(
+        &self,
+        level: CpuLevel,
+        tile: &Tile<'_>,
+        q: &[[f32; QUERIES]],
+        query: usize,
+        part: &mut Part<'_>,
+    ) {
+        let Tile { first, k, v } = *tile;
+        let n = QUERIES.min(self.n_queries() - query);
+        let n_lines = v.len() / POSITIONS;
+        // How much of the tile each query sees. Counted, since a division for each would cost as much as its softmax.
+        let per_kv = per_kv(self.queries.spec);
+        let (mut row, mut head) = (query / per_kv, query % per_kv);
+        let seen: [usize; QUERIES] = std::array::from_fn(|_| {
+            let seen = (self.first_pos + row + 1).saturating_sub(first).min(POSITIONS);
+            head += 1;
+            if head == per_kv {
+                (row, head) = (row + 1, 0);
+            }
+            seen
+        });
+        let mut shares = [ByPosition::zeroed(); QUERIES];
+        let mut shrink = [1.0; QUERIES];
+        scores(level, q, k, &mut shares[..n]);
+        for i in (0..n).filter(|&i| seen[i] > 0) {
+            let mut running = part.running(query + i);
+            shrink[i] = softmax(level, &mut shares[i], seen[i], &mut running);
+            part.set_running(query + i, running);
+        }
+        // What all of them see, and then what only later rows do.
+        let common = seen[0];
+        let together = Shares { shares: &shares[..n], shrink: &shrink[..n], from: 0, to: common };
+        mix(level, &together, v, n_lines, &mut part.acc[query * n_lines..][..n * n_lines]);
+        for i in (0..n).filter(|&i| seen[i] > common) {
+            let alone = Shares { shares: &shares[i..=i], shrink: &[1.0], from: common, to: seen[i] };
+            mix(level, &alone, v, n_lines, &mut part.acc[(query + i) * n_lines..][..n_lines]);
+        }
+    }
+}
+
+/// Positions from `first` on, widened.
+struct Tile<'a> {
+    first: usize,
+    k: &'a [ByPosition],
+    v: &'a [Line],
+}
+
+/// Buffers of a span: packed queries, keys and values of a tile.
+struct Buffers<'a> {
+    q: &'a [[f32; QUERIES]],
+    k: &'a mut [ByPosition],
+    v: &'a mut [Line],
+}
+
+/// All spans of a run, one after the other.
+fn attend_whole<'w>(level: CpuLevel, worker: &'w mut Worker, run: &Run<'_>) -> Part<'w> {
+    let Worker { q, k, v, span, total } = worker;
+    let mut total = run.part(total);
+    let mut part = run.part(span);
+    run.pack(q);
+    total.clear();
+    for i in 0..run.n_positions().div_ceil(SPAN) {
+        run.attend_span(level, Buffers { q, k, v }, i, &mut part);
+        total.merge(&part);
+    }
+    total
+}
+
+/// One run, its heads and spans shared out.
+fn attend_split(
+    cpu: &mut Cpu,
+    scratch: &mut AttentionScratch,
+    queries: &Queries<'_>,
+    rows: Range<usize>,
+    out: &mut [f32],
+) {
+    let spec = queries.spec;
+    let level = cpu.level;
+    let n_spans = (queries.rows[rows.end - 1].pos as usize + 1).div_ceil(SPAN);
+    let AttentionScratch { workers, parts } = scratch;
+    let workers = &*workers;
+    let run = |head_kv: usize| queries.run(rows.start, rows.len(), head_kv);
+    let n_lines = Part::n_lines(rows.len() * per_kv(spec), lines(spec.head_dim));
+    let parts = &mut parts[..spec.n_head_kv * n_spans * n_lines];
+    cpu.pool.run_pieces(parts, n_lines, |piece, part| {
+        let run = run(piece / n_spans);
+        let Worker { q, k, v, .. } = &mut *free(workers);
+        run.pack(q);
+        run.attend_span(level, Buffers { q, k, v }, piece % n_spans, &mut run.part(part));
+    });
+    let parts = &*parts;
+    let band = per_kv(spec) * spec.head_dim;
+    cpu.pool.run_columns(out, spec.q_dim(), band, |head_kv, out| {
+        let run = run(head_kv);
+        let mut worker = free(workers);
+        let Worker { span, total, .. } = &mut *worker;
+        let mut total = run.part(total);
+        total.clear();
+        for part in parts[head_kv * n_spans * n_lines..][..n_spans * n_lines].chunks_exact(n_lines) {
+            span[..n_lines].copy_from_slice(part);
+            total.merge(&run.part(span));
+        }
+        for row in 0..rows.len() {
+            total.finish(row * per_kv(spec), spec.head_dim, out.row(row));
+        }
+    });
 }
 
 /// Attention of each row over its sequence up to its position.
 ///
-/// Scores of [`POSITIONS`] positions at a time, with the running maximum and sum of the softmax; the order is that
-/// of positions whatever the batch.
-///
 /// # Shapes
-/// `q, out [n_rows, n_head, head_dim]`.
+/// `out [n_rows, n_head, head_dim]`.
 pub(crate) fn attention(
     cpu: &mut Cpu,
-    spec: &ModelSpec,
-    caches: &KvCaches,
-    layer: usize,
-    rows: &[StepRow],
-    q: &[f32],
+    scratch: &mut AttentionScratch,
+    queries: Queries<'_>,
     out: &mut [f32],
 ) {
-    let head_dim = spec.head_dim;
-    let per_kv = spec.n_head / spec.n_head_kv;
+    let Queries { spec, rows, .. } = queries;
+    let (whole, split) = run_lens(spec);
+    let (q_dim, band) = (spec.q_dim(), per_kv(spec) * spec.head_dim);
     let level = cpu.level;
-    cpu.pool.run_pieces(out, head_dim, |piece, out| {
-        let (row, head) = (piece / spec.n_head, piece % spec.n_head);
-        let cache = &caches.caches[caches.index(rows[row].seq)].1;
-        let q = &q[piece * head_dim..][..head_dim];
-        let start = layer * cache.kv_len * spec.kv_dim() + head / per_kv * head_dim;
-        let at = |pos: usize| start + pos * spec.kv_dim();
-        attend_head(level, cache, at, rows[row].pos as usize + 1, q, spec.attn_scale(), out);
-    });
-}
-
-/// One head of one row over the `n` positions whose parts of keys and values start at `at(position)`.
-fn attend_head(
-    level: CpuLevel,
-    cache: &KvCache,
-    at: impl Fn(usize) -> usize,
-    n: usize,
-    q: &[f32],
-    scale: f32,
-    out: &mut [f32],
-) {
-    let mut scores = [0f32; POSITIONS];
-    let (mut max, mut total) = (f32::NEG_INFINITY, 0f32);
-    out.fill(0.0);
-    for first in (0..n).step_by(POSITIONS) {
-        let scores = &mut scores[..POSITIONS.min(n - first)];
-        let mut new_max = max;
-        for (i, score) in scores.iter_mut().enumerate() {
-            *score = dot_f32(level, cache.k.ty(), cache.k.part(at(first + i), q.len()), q) * scale;
-            new_max = new_max.max(*score);
-        }
-        // At first exp(−∞) = 0, of sums that are 0.
-        let shrink = (max - new_max).exp();
-        if shrink != 1.0 {
-            total *= shrink;
-            out.iter_mut().for_each(|o| *o *= shrink);
-        }
-        max = new_max;
-        for score in scores.iter_mut() {
-            *score = (*score - max).exp();
-            total += *score;
-        }
-        let value = |i: usize| cache.v.part(at(first + i), q.len());
-        let (groups, rest) = scores.as_chunks::<AXPY_ROWS>();
-        for (i, shares) in groups.iter().enumerate() {
-            let values = std::array::from_fn(|j| value(i * AXPY_ROWS + j));
-            axpy(level, cache.v.ty(), *shares, values, out);
-        }
-        for (i, &share) in rest.iter().enumerate() {
-            axpy(level, cache.v.ty(), [share], [value(groups.len() * AXPY_ROWS + i)], out);
-        }
+    let n_pieces = rows.len().div_ceil(whole) * spec.n_head_kv;
+    let is_short = rows.iter().all(|row| (row.pos as usize) < SPAN);
+    if is_short || n_pieces >= PIECES_PER_THREAD * cpu.pool.n_threads() {
+        let workers = &scratch.workers;
+        cpu.pool.run_tiles(out, q_dim, whole, band, |tile, head_kv, out| {
+            let first = tile * whole;
+            for run in runs(&rows[first..first + out.n_rows()], usize::MAX) {
+                let mut worker = free(workers);
+                let total =
+                    attend_whole(level, &mut worker, &queries.run(first + run.start, run.len(), head_kv));
+                for (i, row) in run.enumerate() {
+                    total.finish(i * per_kv(spec), spec.head_dim, out.row(row));
+                }
+            }
+        });
+        return;
     }
-    out.iter_mut().for_each(|o| *o /= total);
+    for run in runs(rows, split) {
+        let out = &mut out[run.start * q_dim..run.end * q_dim];
+        attend_split(cpu, scratch, &queries, run, out);
+    }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn spec() -> ModelSpec {
-        powerinfer_testing::tiny::TinyModel::new(Default::default()).spec.as_ref().clone()
-    }
-
-    #[test]
-    fn copying_leaves_other_positions_and_layers_alone() {
-        let spec = spec();
-        let kv_dim = spec.kv_dim();
-        let mut caches = KvCaches::default();
-        for (id, len) in [(0, 5), (1, 9)] {
-            caches.insert(SeqId(id), KvCache::new(&spec, KvType::F16, len));
-        }
-        let row = |seq, pos| StepRow { seq: SeqId(seq), pos, token: powerinfer_sparse_ops::TokenId(0) };
-        let (k, v) = (vec![1.0; 2 * kv_dim], vec![2.0; 2 * kv_dim]);
-        caches.write(&spec, 1, &[row(0, 2), row(0, 3)], &k, &v);
-        caches.copy(&spec, SeqId(0), SeqId(1), 0..3);
-        let to = caches.get(SeqId(1)).unwrap();
-        let value = |values: &Values, layer: usize, pos: usize| {
-            let bytes = values.part((layer * 9 + pos) * kv_dim, 1);
-            f16::from_le_bytes([bytes[0], bytes[1]]).to_f32()
-        };
-        assert_eq!((value(&to.k, 1, 2), value(&to.v, 1, 2)), (1.0, 2.0));
-        assert_eq!((value(&to.k, 1, 3), value(&to.k, 0, 2)), (0.0, 0.0));
-        caches.copy(&spec, SeqId(1), SeqId(1), 0..3);
-    }
-
-    #[test]
-    #[should_panic(expected = "position 5 of sequence 0 with room for 5")]
-    fn a_position_beyond_the_reserved_length_panics() {
-        let spec = spec();
-        let mut caches = KvCaches::default();
-        caches.insert(SeqId(0), KvCache::new(&spec, KvType::F32, 5));
-        let row = StepRow { seq: SeqId(0), pos: 5, token: powerinfer_sparse_ops::TokenId(0) };
-        let k = vec![0.0; spec.kv_dim()];
-        caches.write(&spec, 0, &[row], &k, &k);
-    }
-}
+mod tests;

@@ -1,41 +1,67 @@
 //! [`CpuBackend`]: the operators of the trait, on the pool.
 
+use std::io;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use powerinfer_sparse_ops::{
     ActiveMode, BackendError, BackendInfo, BlockKind, DensePart, DownWeights, EmbeddingWeights, FfnInput,
-    FfnWeights, HeadWeights, HybridBackend, LayerId, LayerWeights, Linear, ModelSpec, NeuronSet,
-    PredictorWeights, SeqId, ShapeError, Step, StepCost, Ticket, WeightMatrix, WeightType,
+    FfnWeights, HybridBackend, LayerId, LayerWeights, ModelSpec, NeuronSet, NormWeights, PredictorWeights,
+    SeqId, ShapeError, Step, StepCost, Ticket, WeightMatrix, WeightType,
 };
 
-use crate::attention::{KvCache, KvCaches, KvType, attention};
-use crate::ffn::{FfnScratch, LayerFfn, ffn};
-use crate::input::{Forms, Input, InputBuffers};
+use crate::attention::{AttentionScratch, KvCache, KvCaches, KvType, Queries, attention};
+use crate::cores::default_threads;
+use crate::ffn::{FfnScratch, LayerFfn, PlannedFfn, ffn};
+use crate::input::{Forms, InputBuffers};
 use crate::kernel::AXPY_TYPES;
 use crate::level::CpuLevel;
 use crate::matmul::{Cpu, matmul};
+use crate::memory::{Memory, anonymous, open_cache, write_cache};
 use crate::ops::{add, add_batch, norm, rope_table, rotate};
-use crate::pool::{Pool, default_threads};
-use crate::predict::{self, PredictScratch, predict};
+use crate::pool::Pool;
+use crate::predict::{PredictScratch, Predictor, predict};
+use crate::rows::{Planned, Planner, Rows};
 
 /// Name in messages and summaries.
 const NAME: &str = "cpu";
 
 /// How a [`CpuBackend`] is to run.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct CpuOptions {
     /// Threads that compute, the caller included; 0 for [`default_threads`].
     pub threads: usize,
+    /// Keep each worker on a core of its own; off by default, since it gains nothing on a quiet machine and loses on a
+    /// busy one. See [`Pool::try_pinned`].
+    pub pin: bool,
     /// Instruction set; `None` for the best of this CPU.
     pub level: Option<CpuLevel>,
     /// How keys and values are kept.
     pub kv_type: KvType,
+    /// Where weights live.
+    pub home: WeightHome,
 }
 
-/// Computes on the CPU, on weights where they lie: matrices are held, not copied. One exception: a Q8_0 down projection of
-/// a ReLU model that lies by output is copied into an equally large by-neuron layout with the same weights, so that silent
-/// neurons can be skipped.
+/// Where the weights of a [`CpuBackend`] live. They are always laid out anew for the kernels, without a change of any
+/// weight, and the pages of a mapped file that they came from are given back, so there is one copy of them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum WeightHome {
+    /// Memory of this process, in huge pages where the system has them.
+    #[default]
+    HugePages,
+    /// Memory of this process, in pages of the usual size.
+    SmallPages,
+    /// A file that holds the weights as they are laid out. If it is there and was made from these weights it is
+    /// mapped, and shared with other processes that do the same; otherwise weights go to huge pages and the file is
+    /// written for the next time. Nobody may change or shorten it while it is used.
+    CacheFile(PathBuf),
+}
+
+/// Computes on the CPU, on weights that [`HybridBackend::load_done`] brought into memory of its own ([`WeightHome`]). A
+/// Q8_0 down projection of a ReLU model that lies by output is turned to by neuron there, with the same weights, so
+/// that silent neurons can be skipped. The token embedding, of which a step reads one row, stays where it is.
 ///
 /// Dot products with F32, F16 and BF16 weights take the f32 vector as it is. For the others it is rounded to 8 bits, in
 /// blocks of 256 for the K types and of 32 for the rest, by the rules of
@@ -48,9 +74,17 @@ pub struct CpuBackend {
     spec: Arc<ModelSpec>,
     cpu: Cpu,
     kv_type: KvType,
+    home: WeightHome,
+    /// Where weights are, for people.
+    home_used: Option<String>,
     embedding: Option<EmbeddingWeights>,
     layers: Vec<Layer>,
-    head: Option<HeadWeights>,
+    head: Option<Head>,
+    /// What has been taken since the last `load_done`, and where it goes.
+    planner: Planner,
+    pending: Vec<Pending>,
+    weight_bytes: usize,
+    has_relaid: bool,
     caches: KvCaches,
     max_rows: usize,
     /// Rows of the current step.
@@ -62,9 +96,35 @@ pub struct CpuBackend {
 
 #[derive(Debug, Default)]
 struct Layer {
-    dense: Option<Box<LayerWeights>>,
+    dense: Option<Dense>,
     ffn: Option<LayerFfn>,
-    predictor: Option<PredictorWeights>,
+    predictor: Option<Predictor>,
+}
+
+/// Attention and norms of a layer.
+#[derive(Debug)]
+struct Dense {
+    /// Norms and biases.
+    weights: Box<LayerWeights>,
+    q: Rows,
+    k: Rows,
+    v: Rows,
+    output: Rows,
+}
+
+#[derive(Debug)]
+struct Head {
+    norm: NormWeights,
+    output: Rows,
+}
+
+/// Weights that are planned but not in memory.
+#[derive(Debug)]
+enum Pending {
+    Dense(LayerId, Box<LayerWeights>, [Planned; 4]),
+    Head(NormWeights, Planned),
+    Ffn(LayerId, PlannedFfn),
+    LowRank(LayerId, [Planned; 2], f32),
 }
 
 /// Buffers of a step, for `max_rows` rows.
@@ -86,6 +146,7 @@ struct Scratch {
     rope: Vec<(f32, f32)>,
     /// One row of a position table, `[n_embd]`.
     position: Vec<f32>,
+    attention: AttentionScratch,
     predict: PredictScratch,
     inputs: InputBuffers,
     ffn: FfnScratch,
@@ -105,9 +166,18 @@ impl CpuBackend {
     /// A backend for models of this shape, holding nothing yet.
     ///
     /// # Errors
-    /// [`BackendError::Unavailable`] if there are to be more than 1024 threads, or the system refuses them.
+    /// [`BackendError::Unavailable`] if there are to be more than 1024 threads, or the system refuses them;
+    /// [`BackendError::KvBlocks`] if a head is not whole blocks of the type that keys and values are kept in.
     pub fn new(spec: Arc<ModelSpec>, options: CpuOptions) -> Result<Self, BackendError> {
         const MAX_THREADS: usize = 1024;
+        if !spec.head_dim.is_multiple_of(options.kv_type.block_len()) {
+            return Err(BackendError::KvBlocks {
+                backend: NAME.into(),
+                kv_type: options.kv_type.name(),
+                block_len: options.kv_type.block_len(),
+                head_dim: spec.head_dim,
+            });
+        }
         let threads = if options.threads == 0 { default_threads() } else { options.threads };
         if threads > MAX_THREADS {
             return Err(BackendError::Unavailable {
@@ -115,16 +185,23 @@ impl CpuBackend {
                 reason: format!("{threads} threads are asked for, at most {MAX_THREADS} are made"),
             });
         }
-        let pool = Pool::try_new(threads).map_err(|error| BackendError::Unavailable {
+        let pool = if options.pin { Pool::try_pinned(threads) } else { Pool::try_new(threads) };
+        let pool = pool.map_err(|error| BackendError::Unavailable {
             backend: NAME.into(),
             reason: format!("{threads} threads could not be started: {error}"),
         })?;
         Ok(Self {
-            cpu: Cpu { pool, level: options.level.unwrap_or_else(CpuLevel::detect) },
+            cpu: Cpu::new(pool, options.level.unwrap_or_else(CpuLevel::detect)),
             kv_type: options.kv_type,
+            home: options.home,
+            home_used: None,
             embedding: None,
             layers: (0..spec.n_layer).map(|_| Layer::default()).collect(),
             head: None,
+            planner: Planner::default(),
+            pending: Vec::new(),
+            weight_bytes: 0,
+            has_relaid: false,
             caches: KvCaches::default(),
             max_rows: 0,
             n_rows: 0,
@@ -149,7 +226,7 @@ impl CpuBackend {
         let by_output = ffns().any(LayerFfn::is_by_output);
         let by_neuron = ffns().any(|f| !f.is_by_output());
         let predictors = || self.layers.iter().filter_map(|l| l.predictor.as_ref());
-        let rank = predictors().map(predict::rank).max().unwrap_or(0);
+        let rank = predictors().map(Predictor::rank).max().unwrap_or(0);
         let hidden = if by_output { spec.max_n_ff() } else { 0 };
         let s = &mut self.scratch;
         let grow = |v: &mut Vec<f32>, n: usize| v.resize(v.len().max(n), 0.0);
@@ -163,7 +240,9 @@ impl CpuBackend {
         s.partial.iter_mut().for_each(|p| grow(&mut p.sum, rows * spec.n_embd));
         let n_pairs = spec.rope.as_ref().map_or(0, |r| r.freqs.len());
         s.rope.resize(s.rope.len().max(rows * n_pairs), (1.0, 0.0));
-        s.inputs.reserve(rows * spec.n_embd.max(spec.q_dim()).max(rank).max(hidden));
+        s.inputs.reserve(rows, spec.n_embd.max(spec.q_dim()).max(rank).max(hidden));
+        self.cpu.reserve(rows, spec.n_embd.max(spec.q_dim()).max(rank).max(hidden));
+        s.attention.reserve(spec, self.cpu.pool.n_threads(), self.caches.max_len());
         s.predict.reserve(predictors(), rows);
         s.ffn.reserve(spec, rows, by_neuron, by_output);
     }
@@ -173,6 +252,37 @@ impl CpuBackend {
         if n_rows > self.max_rows {
             self.make_room(n_rows);
         }
+    }
+
+    /// Makes memory for the planned weights and writes them there, or maps the file that they were written to.
+    fn bring_in(&mut self, planner: &Planner, progress: &mut dyn FnMut(u64, u64)) -> io::Result<Memory> {
+        let n_bytes = planner.n_bytes();
+        let cache = match &self.home {
+            WeightHome::CacheFile(path) => Some((path, planner.fingerprint())),
+            WeightHome::HugePages | WeightHome::SmallPages => None,
+        };
+        if let Some((path, fingerprint)) = &cache
+            && let Some(memory) = open_cache(path, fingerprint, n_bytes)
+        {
+            self.home_used = Some(format!("the cache file {}", path.display()));
+            return Ok(memory);
+        }
+        if memory_available().is_some_and(|available| available < n_bytes as u64) {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
+        let huge = self.home != WeightHome::SmallPages;
+        let mut memory = anonymous(n_bytes, huge)?;
+        let weights = &mut memory[..n_bytes];
+        planner.fill(&mut self.cpu.pool, weights, &mut |done| progress(done as u64, n_bytes as u64));
+        let mut home_used = if huge { "huge pages" } else { "small pages" }.to_owned();
+        if let Some((path, fingerprint)) = &cache {
+            home_used += &match write_cache(path, fingerprint, weights) {
+                Ok(()) => format!(", written to {} for the next start", path.display()),
+                Err(error) => format!("; {} could not be written: {error}", path.display()),
+            };
+        }
+        self.home_used = Some(home_used);
+        Ok(Memory::Anonymous(memory.make_read_only()?))
     }
 
     fn check_type(
@@ -193,28 +303,21 @@ impl CpuBackend {
     }
 }
 
-fn dense(layers: &[Layer], layer: LayerId) -> &LayerWeights {
+fn dense(layers: &[Layer], layer: LayerId) -> &Dense {
     layers[layer.index()].dense.as_ref().expect("the dense part of every layer is loaded on home")
-}
-
-fn linear(cpu: &mut Cpu, l: &Linear, x: &Input<'_>, out: &mut [f32]) {
-    matmul(cpu, &l.weight, x, l.bias.as_deref(), out);
 }
 
 impl HybridBackend for CpuBackend {
     fn info(&self) -> BackendInfo {
-        let kv = match self.kv_type {
-            KvType::F16 => "F16",
-            KvType::F32 => "F32",
-        };
+        let kv = self.kv_type.name();
         let mut description =
             format!("{}, {} threads, {kv} cache", self.cpu.level.name(), self.cpu.pool.n_threads());
-        let ffns = || self.layers.iter().filter_map(|l| l.ffn.as_ref());
-        let relaid_bytes: usize = ffns().map(LayerFfn::relaid_bytes).sum();
-        if relaid_bytes > 0 {
-            let mib = relaid_bytes as f64 / (1 << 20) as f64;
-            description +=
-                &format!("; Q8_0 down projections laid out by neuron without loss, {mib:.1} MiB more");
+        let mib = self.weight_bytes as f64 / (1 << 20) as f64;
+        if let Some(home) = &self.home_used {
+            description += &format!("; {mib:.1} MiB of weights in {home}");
+        }
+        if self.has_relaid {
+            description += ", Q8_0 down projections laid out by neuron without loss";
         }
         BackendInfo { name: NAME.into(), description, memory_bytes: None }
     }
@@ -241,11 +344,13 @@ impl HybridBackend for CpuBackend {
                         got: vec![],
                     }));
                 }
-                self.layers[layer.index()].dense = Some(w);
+                let planned = [&w.q, &w.k, &w.v, &w.output].map(|linear| self.planner.matrix(&linear.weight));
+                self.pending.push(Pending::Dense(layer, w, planned));
             }
             DensePart::Head(w) => {
                 check(&w.output, "output matrix")?;
-                self.head = Some(w);
+                let planned = self.planner.matrix(&w.output);
+                self.pending.push(Pending::Head(w.norm, planned));
             }
         }
         Ok(())
@@ -267,24 +372,66 @@ impl HybridBackend for CpuBackend {
             DownWeights::ByNeuron(m) => Self::check_type(m, "FFN down by neuron", &AXPY_TYPES)?,
             DownWeights::ByOutput(m) => Self::check_type(m, "FFN down by output", &WeightType::ALL)?,
         }
-        let ffn = LayerFfn::new(&mut self.cpu.pool, &self.spec, weights, owned.clone());
-        self.layers[layer.index()].ffn = Some(ffn);
-        self.make_room(0);
+        let ffn = PlannedFfn::new(&mut self.planner, &self.spec, weights, owned.clone());
+        self.has_relaid |= ffn.is_relaid();
+        self.pending.push(Pending::Ffn(layer, ffn));
         Ok(())
     }
 
     fn load_predictor(&mut self, layer: LayerId, weights: PredictorWeights) -> Result<(), BackendError> {
         weights.check(&self.spec, layer)?;
-        if let PredictorWeights::LowRank(p) = &weights {
-            Self::check_type(&p.fc1, "predictor", &WeightType::ALL)?;
-            Self::check_type(&p.fc2, "predictor", &WeightType::ALL)?;
+        match weights {
+            PredictorWeights::LowRank(p) => {
+                Self::check_type(&p.fc1, "predictor", &WeightType::ALL)?;
+                Self::check_type(&p.fc2, "predictor", &WeightType::ALL)?;
+                let planned = [&p.fc1, &p.fc2].map(|matrix| self.planner.matrix(matrix));
+                self.pending.push(Pending::LowRank(layer, planned, p.threshold));
+            }
+            PredictorWeights::GateCopy(copy) => {
+                self.layers[layer.index()].predictor = Some(Predictor::GateCopy(copy));
+                self.make_room(0);
+            }
         }
-        self.layers[layer.index()].predictor = Some(weights);
+        Ok(())
+    }
+
+    fn load_done(&mut self, progress: &mut dyn FnMut(u64, u64)) -> Result<(), BackendError> {
+        let planner = std::mem::take(&mut self.planner);
+        let pending = std::mem::take(&mut self.pending);
+        if pending.is_empty() {
+            return Ok(());
+        }
+        let n_bytes = planner.n_bytes();
+        self.weight_bytes += n_bytes;
+        let memory = self.bring_in(&planner, progress).map_err(|_| BackendError::OutOfMemory {
+            backend: NAME.into(),
+            what: "weights".into(),
+            need_bytes: n_bytes as u64,
+            have_bytes: memory_available().unwrap_or(0),
+        })?;
+        let filled = planner.filled(memory);
+        for pending in pending {
+            match pending {
+                Pending::Dense(layer, weights, planned) => {
+                    let [q, k, v, output] = planned.map(|p| filled.rows(p));
+                    self.layers[layer.index()].dense = Some(Dense { weights, q, k, v, output });
+                }
+                Pending::Head(norm, output) => {
+                    self.head = Some(Head { norm, output: filled.rows(output) });
+                }
+                Pending::Ffn(layer, ffn) => self.layers[layer.index()].ffn = Some(ffn.filled(&filled)),
+                Pending::LowRank(layer, planned, threshold) => {
+                    let [fc1, fc2] = planned.map(|p| filled.rows(p));
+                    self.layers[layer.index()].predictor = Some(Predictor::LowRank { fc1, fc2, threshold });
+                }
+            }
+        }
         self.make_room(0);
         Ok(())
     }
 
     fn reserve(&mut self, seq: SeqId, kv_len: usize, max_rows: usize) -> Result<(), BackendError> {
+        self.load_done(&mut |_, _| {})?;
         let spec = &*self.spec;
         let old = self.caches.get(seq);
         if old.is_none_or(|old| old.kv_len() < kv_len) {
@@ -341,29 +488,29 @@ impl HybridBackend for CpuBackend {
         let x = &mut s.x[..n * spec.n_embd];
         let (q, k, v) =
             (&mut s.q[..n * spec.q_dim()], &mut s.k[..n * spec.kv_dim()], &mut s.v[..n * spec.kv_dim()]);
-        norm(&mut cpu.pool, spec.norm, w.attn_norm_2.as_ref().unwrap_or(&w.attn_norm), h, x);
-        let forms = [&w.q, &w.k, &w.v]
-            .map(|l| Forms::of(l.weight.ty()))
-            .into_iter()
-            .fold(Forms::default(), Forms::and);
+        let biases = &w.weights;
+        norm(&mut cpu.pool, spec.norm, biases.attn_norm_2.as_ref().unwrap_or(&biases.attn_norm), h, x);
+        let forms =
+            [&w.q, &w.k, &w.v].map(|w| Forms::of(w.ty())).into_iter().fold(Forms::default(), Forms::and);
         let input = s.inputs.prepare(&mut cpu.pool, x, spec.n_embd, forms);
-        linear(cpu, &w.q, &input, q);
-        linear(cpu, &w.k, &input, k);
-        linear(cpu, &w.v, &input, v);
+        matmul(cpu, &w.q, &input, biases.q.bias.as_deref(), q);
+        matmul(cpu, &w.k, &input, biases.k.bias.as_deref(), k);
+        matmul(cpu, &w.v, &input, biases.v.bias.as_deref(), v);
         if let Some(rope) = &spec.rope {
             rotate(&mut cpu.pool, rope, spec.head_dim, &s.rope, q, spec.q_dim());
             rotate(&mut cpu.pool, rope, spec.head_dim, &s.rope, k, spec.kv_dim());
         }
-        self.caches.write(spec, layer.index(), step.rows, k, v);
+        self.caches.write(&mut cpu.pool, spec, layer.index(), step.rows, k, v);
         let mixed = &mut s.mixed[..n * spec.q_dim()];
-        attention(cpu, spec, &self.caches, layer.index(), step.rows, q, mixed);
-        let input = s.inputs.prepare(&mut cpu.pool, mixed, spec.q_dim(), Forms::of(w.output.weight.ty()));
-        linear(cpu, &w.output, &input, x);
+        let queries = Queries { spec, caches: &self.caches, layer: layer.index(), rows: step.rows, q };
+        attention(cpu, &mut s.attention, queries, mixed);
+        let input = s.inputs.prepare(&mut cpu.pool, mixed, spec.q_dim(), Forms::of(w.output.ty()));
+        matmul(cpu, &w.output, &input, biases.output.bias.as_deref(), x);
         add_batch(&mut cpu.pool, h, x);
 
-        let weight_bytes: usize = [&w.q, &w.k, &w.v, &w.output].iter().map(|l| l.weight.n_bytes()).sum();
+        let weight_bytes: usize = [&w.q, &w.k, &w.v, &w.output].map(Rows::n_bytes).into_iter().sum();
         self.cost.weight_bytes += weight_bytes as u64;
-        let position_bytes = (2 * spec.kv_dim() * self.kv_type.n_bytes()) as u64;
+        let position_bytes = 2 * self.kv_type.n_bytes(spec.kv_dim()) as u64;
         self.cost.kv_bytes += step.rows.iter().map(|r| (u64::from(r.pos) + 1) * position_bytes).sum::<u64>();
     }
 
@@ -371,7 +518,7 @@ impl HybridBackend for CpuBackend {
         let (spec, cpu, n) = (&*self.spec, &mut self.cpu, self.n_rows);
         let n_ff = spec.n_ff[layer.index()];
         let h = &self.scratch.h[..n * spec.n_embd];
-        let w = dense(&self.layers, layer);
+        let w = &dense(&self.layers, layer).weights;
         let ffn_norm = match spec.block {
             BlockKind::Parallel => &w.attn_norm,
             BlockKind::Sequential => {
@@ -420,7 +567,7 @@ impl HybridBackend for CpuBackend {
         let n_embd = self.spec.n_embd;
         let h = &mut self.scratch.h[..self.n_rows * n_embd];
         add_batch(&mut self.cpu.pool, h, acc);
-        if let Some(bias) = &dense(&self.layers, layer).ffn_down_bias {
+        if let Some(bias) = &dense(&self.layers, layer).weights.ffn_down_bias {
             h.chunks_exact_mut(n_embd).for_each(|row| add(row, bias));
         }
     }

@@ -8,23 +8,29 @@
 //!
 //! **Down by output.** The hidden vector of all neurons is completed first and goes through an ordinary product.
 //!
-//! A batch goes through in tiles of 16 rows, each row as if it were alone.
+//! From [`gemm::MIN_ROWS`] rows on, where there are kernels for it, all neurons are computed for all rows, and the
+//! hidden values of those that are not wanted become zero: which neurons a row wants hardly matters when together the
+//! rows want all of them. The bits are those of a row alone.
+//!
+//! One row alone goes through list by list: the neurons of a chunk that it wants, their gates, then what is left of
+//! them. A batch goes through in tiles of 16 rows, each row as if it were alone.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use powerinfer_sparse_ops::{
-    ActiveMode, DownWeights, FfnInput, FfnWeights, Gating, ModelSpec, NeuronSet, StepCost, WeightMatrix,
-    WeightType,
+    ActiveMode, DownWeights, FfnInput, FfnWeights, Gating, ModelSpec, NeuronSet, StepCost, WeightType,
 };
 
 use crate::input::{Forms, Input, InputBuffers};
-use crate::kernel::{AXPY_ROWS, axpy, axpy_scaled, dot_rows};
+use crate::kernel::gemm;
+use crate::kernel::{AXPY_ROWS, axpy, axpy_scaled, dot_list, dot_rows, prefetch};
 use crate::level::CpuLevel;
 use crate::matmul::{Cpu, matmul};
 use crate::ops::add;
 use crate::pool::Pool;
 use crate::relaid::{BLOCK, RelaidDown};
+use crate::rows::{Filled, Planned, PlannedTurned, Planner, Rows};
 
 /// Chunks that neurons are dealt out to. Enough that 12 or 24 threads get nearly equal shares, few enough that
 /// adding up the sums is small beside the weights (32 · 16 KiB for 4096 wide models).
@@ -36,6 +42,10 @@ const TILE_ROWS: usize = 16;
 /// Columns of a piece when the sums of the chunks are added.
 const REDUCE_COLUMNS: usize = 512;
 
+/// Neurons of a list: enough that the memory can be asked for the next rows while these are computed, few enough for
+/// the stack.
+const LIST: usize = 128;
+
 const GATE: u8 = 1;
 const UP: u8 = 2;
 const DOWN: u8 = 4;
@@ -43,8 +53,8 @@ const DOWN: u8 = 4;
 /// The neurons of one layer that are held.
 #[derive(Debug)]
 pub(crate) struct LayerFfn {
-    gate: Option<WeightMatrix>,
-    up: WeightMatrix,
+    gate: Option<Rows>,
+    up: Rows,
     up_bias: Option<Vec<f32>>,
     down: Down,
     owned: NeuronSet,
@@ -52,38 +62,94 @@ pub(crate) struct LayerFfn {
 
 #[derive(Debug)]
 enum Down {
-    ByNeuron(WeightMatrix),
+    ByNeuron(Rows),
     Relaid(RelaidDown),
-    ByOutput(WeightMatrix),
+    ByOutput(Rows),
 }
 
-impl LayerFfn {
-    pub(crate) fn new(pool: &mut Pool, spec: &ModelSpec, weights: FfnWeights, owned: NeuronSet) -> Self {
+/// A layer whose weights have a place in memory but are not there yet.
+#[derive(Debug)]
+pub(crate) struct PlannedFfn {
+    gate: Option<Planned>,
+    up: Planned,
+    up_bias: Option<Vec<f32>>,
+    down: PlannedDown,
+    owned: NeuronSet,
+}
+
+#[derive(Debug)]
+enum PlannedDown {
+    ByNeuron(Planned),
+    Relaid(PlannedTurned),
+    ByOutput(Planned),
+}
+
+impl PlannedFfn {
+    /// Gates lie together, since they are read one after the other when there is no predictor; what else a neuron
+    /// has lies together behind them, since it is read if the gate is open.
+    pub(crate) fn new(
+        planner: &mut Planner,
+        spec: &ModelSpec,
+        weights: FfnWeights,
+        owned: NeuronSet,
+    ) -> Self {
         let FfnWeights { gate, up, up_bias, down } = weights;
-        let down = match down {
-            DownWeights::ByNeuron(w) => Down::ByNeuron(w),
-            DownWeights::ByOutput(w) if w.ty() == WeightType::Q8_0 && spec.activation.has_exact_zeros() => {
-                Down::Relaid(RelaidDown::new(pool, &w))
+        let gate = gate.map(|gate| planner.matrix(&gate));
+        let (up, down) = match down {
+            DownWeights::ByNeuron(down) => {
+                let planned = planner.neurons(&[&up], Some(&down));
+                (planned[0], PlannedDown::ByNeuron(planned[1]))
             }
-            DownWeights::ByOutput(w) => Down::ByOutput(w),
+            DownWeights::ByOutput(w) => {
+                let up = planner.matrix(&up);
+                let turns = w.ty() == WeightType::Q8_0 && spec.activation.has_exact_zeros();
+                let down = if turns {
+                    PlannedDown::Relaid(planner.turned(&w))
+                } else {
+                    PlannedDown::ByOutput(planner.matrix(&w))
+                };
+                (up, down)
+            }
         };
         Self { gate, up, up_bias, down, owned }
     }
 
+    pub(crate) fn filled(self, filled: &Filled) -> LayerFfn {
+        LayerFfn {
+            gate: self.gate.map(|gate| filled.rows(gate)),
+            up: filled.rows(self.up),
+            up_bias: self.up_bias,
+            down: match self.down {
+                PlannedDown::ByNeuron(down) => Down::ByNeuron(filled.rows(down)),
+                PlannedDown::Relaid(down) => Down::Relaid(filled.relaid(down)),
+                PlannedDown::ByOutput(down) => Down::ByOutput(filled.rows(down)),
+            },
+            owned: self.owned,
+        }
+    }
+
+    pub(crate) fn is_relaid(&self) -> bool {
+        matches!(self.down, PlannedDown::Relaid(_))
+    }
+}
+
+impl LayerFfn {
     pub(crate) fn is_by_output(&self) -> bool {
         matches!(self.down, Down::ByOutput(_))
     }
 
-    /// Bytes of a down projection that was laid out anew, beside those of the file.
-    pub(crate) fn relaid_bytes(&self) -> usize {
-        match &self.down {
-            Down::Relaid(down) => down.n_bytes(),
-            Down::ByNeuron(_) | Down::ByOutput(_) => 0,
-        }
-    }
-
     fn n_ff(&self) -> usize {
         self.up.n_rows()
+    }
+
+    /// Whether batches can be taken all neurons at a time.
+    fn has_gemm(&self, level: CpuLevel) -> bool {
+        let dots = self.gate.iter().chain([&self.up]).all(|w| gemm::has_gemm(level, w.ty()));
+        dots && match &self.down {
+            Down::ByNeuron(down) => gemm::has_down(level, down.ty()),
+            Down::Relaid(_) => gemm::has_down(level, WeightType::Q8_0),
+            Down::ByOutput(_) => true,
+        }
     }
 }
 
@@ -92,7 +158,7 @@ impl LayerFfn {
 pub(crate) struct FfnScratch {
     /// Sums of the chunks, `[CHUNKS, TILE_ROWS, n_embd]`.
     sums: Vec<f32>,
-    /// Hidden vectors, `[n_rows, n_ff]`; only for down by output.
+    /// Hidden vectors, `[n_rows, n_ff]`; only for down by output and for batches.
     hidden: Vec<f32>,
     /// For each neuron, which of its rows were read in this step.
     read: Vec<AtomicU8>,
@@ -105,7 +171,7 @@ impl FfnScratch {
         if by_neuron {
             grow(&mut self.sums, CHUNKS * TILE_ROWS.min(max_rows) * spec.n_embd);
         }
-        if by_output {
+        if by_output || max_rows >= gemm::MIN_ROWS {
             grow(&mut self.hidden, max_rows * spec.max_n_ff());
         }
         self.read.resize_with(spec.max_n_ff(), AtomicU8::default);
@@ -162,6 +228,9 @@ pub(crate) fn ffn(
     }
     let FfnScratch { sums, hidden, read } = scratch;
     let n_ff = layer.n_ff();
+    if n_rows >= gemm::MIN_ROWS && layer.has_gemm(cpu.level) {
+        return many(cpu, spec, layer, input, &mut hidden[..n_rows * n_ff], buffers, out);
+    }
     read[..n_ff].iter_mut().for_each(|r| *r.get_mut() = 0);
     let forms = layer
         .gate
@@ -181,10 +250,16 @@ pub(crate) fn ffn(
     };
     if let Down::ByOutput(down) = &layer.down {
         let hidden = &mut hidden[..n_rows * n_ff];
-        step.hidden(&mut cpu.pool, hidden);
+        if n_rows == 1 {
+            step.hidden_of_one(&mut cpu.pool, hidden);
+        } else {
+            step.hidden(&mut cpu.pool, hidden);
+        }
         let hidden = buffers.prepare(&mut cpu.pool, hidden, n_ff, Forms::of(down.ty()));
         matmul(cpu, down, &hidden, None, out);
         count(&counts.down, n_rows * layer.owned.len());
+    } else if n_rows == 1 {
+        step.one_by_neuron(&mut cpu.pool, sums, out);
     } else {
         for start in (0..n_rows).step_by(TILE_ROWS) {
             let rows = start..n_rows.min(start + TILE_ROWS);
@@ -193,7 +268,13 @@ pub(crate) fn ffn(
         }
     }
     let was_read = |read: &AtomicU8, row: u8| read.load(Ordering::Relaxed) & row != 0;
-    let rows_read = |row: u8| read[..n_ff].iter().filter(|r| was_read(r, row)).count();
+    let rows_read = |row: u8| match (n_rows, row) {
+        // What one row wants, it reads.
+        (1, GATE) => counts.gate.load(Ordering::Relaxed) as usize,
+        (1, UP) => counts.up.load(Ordering::Relaxed) as usize,
+        (1, DOWN) => counts.down.load(Ordering::Relaxed) as usize,
+        _ => read[..n_ff].iter().filter(|r| was_read(r, row)).count(),
+    };
     let down_bytes = match &layer.down {
         Down::ByNeuron(down) => rows_read(DOWN) * down.row_bytes(),
         Down::Relaid(down) => {
@@ -203,7 +284,7 @@ pub(crate) fn ffn(
         }
         Down::ByOutput(down) => down.n_bytes(),
     };
-    let weight_bytes = rows_read(GATE) * layer.gate.as_ref().map_or(0, WeightMatrix::row_bytes)
+    let weight_bytes = rows_read(GATE) * layer.gate.as_ref().map_or(0, Rows::row_bytes)
         + rows_read(UP) * layer.up.row_bytes()
         + down_bytes;
     StepCost {
@@ -218,7 +299,235 @@ pub(crate) fn ffn(
     }
 }
 
+/// All neurons for all rows; see the module text.
+fn many(
+    cpu: &mut Cpu,
+    spec: &ModelSpec,
+    layer: &LayerFfn,
+    input: &FfnInput,
+    hidden: &mut [f32],
+    buffers: &mut InputBuffers,
+    out: &mut [f32],
+) -> StepCost {
+    let (level, n_rows, n_ff) = (cpu.level, input.active.n_rows(), layer.n_ff());
+    let gate_ty = layer.gate.as_ref().map_or(layer.up.ty(), Rows::ty);
+    let x = buffers.prepare(
+        &mut cpu.pool,
+        &input.x,
+        spec.n_embd,
+        Forms::of(gate_ty).and(Forms::of(layer.up.ty())),
+    );
+    let counts = Counts::default();
+    let step = LayerStep { spec, level, layer, input, x, skip: false, read: &[], counts: &counts };
+    let wants = |block: usize, row: usize| step.wanted(block, row..row + 1)[0];
+    // Gates first, where hidden values will be.
+    if let Some(gate) = &layer.gate {
+        let x = cpu.buffers.prepare(&mut cpu.pool, gate.ty(), x);
+        cpu.pool.run_columns_with(hidden, n_ff, gemm::BAND_ROWS, &mut cpu.locals, |_, hidden, local| {
+            gemm::gemm(level, gate, hidden.range(), &x, local, &mut |row, at, gates| {
+                for (to, gate) in hidden.row(row)[at..].iter_mut().zip(gates) {
+                    *to = spec.activation.apply(*gate);
+                }
+            });
+        });
+    }
+    let x = cpu.buffers.prepare(&mut cpu.pool, layer.up.ty(), x);
+    cpu.pool.run_columns_with(hidden, n_ff, gemm::BAND_ROWS, &mut cpu.locals, |_, hidden, local| {
+        let neurons = hidden.range();
+        let gated = layer.gate.is_some();
+        gemm::gemm(level, &layer.up, neurons.clone(), &x, local, &mut |row, at, ups| {
+            for (i, (to, up)) in hidden.row(row)[at..].iter_mut().zip(ups).enumerate() {
+                let gate = if gated { *to } else { 1.0 };
+                *to = step.hidden_value(neurons.start + at + i, gate, *up);
+            }
+        });
+        let (mut n_active, mut n_fired) = (0, 0);
+        for row in 0..n_rows {
+            for (block, values) in (neurons.start / BLOCK..).zip(hidden.row(row).chunks_mut(BLOCK)) {
+                let wanted = wants(block, row);
+                n_active += wanted.count_ones() as usize;
+                for (bit, value) in values.iter_mut().enumerate() {
+                    *value = if wanted >> bit & 1 == 1 { *value } else { 0.0 };
+                    n_fired += usize::from(*value != 0.0);
+                }
+            }
+        }
+        count(&counts.active, n_active);
+        count(&counts.fired, n_fired);
+    });
+    let n_chunks = CHUNKS.min(n_ff.div_ceil(BLOCK));
+    let down_bytes = match &layer.down {
+        Down::ByNeuron(down) => {
+            let hidden = &*hidden;
+            cpu.pool.run_columns_with(
+                out,
+                spec.n_embd,
+                gemm::BAND_COLUMNS,
+                &mut cpu.locals,
+                |_, out, local| {
+                    gemm::down(level, down.ty(), |i| down.bytes(i), hidden, n_ff, n_chunks, local, out);
+                },
+            );
+            down.n_bytes()
+        }
+        Down::Relaid(down) => {
+            let hidden = &*hidden;
+            cpu.pool.run_columns_with(
+                out,
+                spec.n_embd,
+                gemm::BAND_COLUMNS,
+                &mut cpu.locals,
+                |_, out, local| {
+                    gemm::down_scaled(
+                        level,
+                        |b| down.block(b),
+                        spec.n_embd,
+                        hidden,
+                        n_ff,
+                        n_chunks,
+                        local,
+                        out,
+                    );
+                },
+            );
+            n_ff * down.value_bytes() + n_ff / BLOCK * down.scale_bytes()
+        }
+        Down::ByOutput(down) => {
+            let hidden = buffers.prepare(&mut cpu.pool, hidden, n_ff, Forms::of(down.ty()));
+            matmul(cpu, down, &hidden, None, out);
+            down.n_bytes()
+        }
+    };
+    let products = (n_rows * n_ff) as u64;
+    StepCost {
+        weight_bytes: (layer.gate.as_ref().map_or(0, Rows::n_bytes) + layer.up.n_bytes() + down_bytes) as u64,
+        gate_rows: if layer.gate.is_some() { products } else { 0 },
+        up_rows: products,
+        down_rows: products,
+        active_neurons: counts.active.into_inner(),
+        fired_neurons: counts.fired.into_inner(),
+        owned_neurons: (n_rows * layer.owned.len()) as u64,
+        ..StepCost::default()
+    }
+}
+
 impl LayerStep<'_> {
+    /// Completes the hidden vector of the only row, zero where a neuron is not owned, not active or silent.
+    fn hidden_of_one(&self, pool: &mut Pool, hidden: &mut [f32]) {
+        pool.run_pieces(hidden, LIST, |piece, out| {
+            let blocks = piece * LIST / BLOCK..(piece * LIST + out.len()).div_ceil(BLOCK);
+            let mut list = List::default();
+            blocks.for_each(|block| list.push(block, self.wanted_by_one(block)));
+            self.compute(&mut list);
+            out.fill(0.0);
+            for (&neuron, &value) in list.neurons().iter().zip(&list.values) {
+                out[neuron as usize - piece * LIST] = value;
+            }
+        });
+    }
+
+    /// The only row, with down by neuron.
+    fn one_by_neuron(&self, pool: &mut Pool, sums: &mut [f32], out: &mut [f32]) {
+        let n_blocks = self.layer.n_ff().div_ceil(BLOCK);
+        let n_chunks = CHUNKS.min(n_blocks);
+        let sums = &mut sums[..n_chunks * out.len()];
+        pool.run_pieces(sums, out.len(), |chunk, sum| {
+            sum.fill(0.0);
+            let mut blocks = (chunk..n_blocks).step_by(CHUNKS).peekable();
+            let mut list = List::default();
+            while blocks.peek().is_some() {
+                list.n = 0;
+                while let Some(block) = blocks.next_if(|_| list.n + BLOCK <= LIST) {
+                    list.push(block, self.wanted_by_one(block));
+                }
+                self.compute(&mut list);
+                self.add_list(&list, sum);
+            }
+        });
+        add_chunks(pool, sums, n_chunks, out);
+    }
+
+    fn wanted_by_one(&self, block: usize) -> u32 {
+        self.wanted(block, 0..1)[0]
+    }
+
+    /// Computes the hidden values of the neurons of a list, for the only row. Neurons that turn out to be silent are
+    /// taken off unless the mode is dense.
+    fn compute(&self, list: &mut List) {
+        let w = self.layer;
+        count(&self.counts.active, list.n);
+        if let Some(gate) = &w.gate {
+            count(&self.counts.gate, list.n);
+            dot_list(self.level, gate, &list.neurons[..list.n], &self.x, &mut list.values);
+            let mut kept = 0;
+            for i in 0..list.n {
+                let gate = self.spec.activation.apply(list.values[i]);
+                list.neurons[kept] = list.neurons[i];
+                list.gates[kept] = gate;
+                kept += usize::from(!self.skip || gate != 0.0);
+            }
+            list.n = kept;
+        }
+        count(&self.counts.up, list.n);
+        dot_list(self.level, &w.up, &list.neurons[..list.n], &self.x, &mut list.values);
+        let dense = self.input.mode == ActiveMode::Dense;
+        let (mut kept, mut n_fired) = (0, 0);
+        for i in 0..list.n {
+            let neuron = list.neurons[i];
+            let value = self.hidden_value(neuron as usize, list.gates[i], list.values[i]);
+            list.neurons[kept] = neuron;
+            list.values[kept] = value;
+            n_fired += usize::from(value != 0.0);
+            kept += usize::from(dense || value != 0.0);
+        }
+        list.n = kept;
+        count(&self.counts.fired, n_fired);
+    }
+
+    fn hidden_value(&self, neuron: usize, gate: f32, up: f32) -> f32 {
+        let up = self.layer.up_bias.as_ref().map_or(up, |b| up + b[neuron]);
+        match self.spec.gating {
+            Gating::None => self.spec.activation.apply(up),
+            Gating::Gate => gate * up,
+            Gating::GateAndUp => gate * self.spec.activation.apply(up),
+        }
+    }
+
+    /// `sum += values · down rows` of a list, in order.
+    fn add_list(&self, list: &List, sum: &mut [f32]) {
+        count(&self.counts.down, list.n);
+        match &self.layer.down {
+            Down::ByNeuron(down) => {
+                let row = |&neuron: &u32| down.bytes(neuron as usize);
+                let (groups, rest) = list.neurons().as_chunks::<AXPY_ROWS>();
+                for (i, (group, values)) in groups.iter().zip(list.values.as_chunks().0).enumerate() {
+                    if let Some(next) = groups.get(i + 1) {
+                        next.iter().for_each(|neuron| prefetch(row(neuron)));
+                    }
+                    axpy(self.level, down.ty(), *values, group.each_ref().map(row), sum);
+                }
+                for (neuron, &value) in rest.iter().zip(&list.values[list.n - rest.len()..]) {
+                    axpy(self.level, down.ty(), [value], [row(neuron)], sum);
+                }
+            }
+            Down::Relaid(_) => {
+                let block_of = |neuron: u32| neuron as usize / BLOCK;
+                let mut values = &list.values[..list.n];
+                for block in list.neurons().chunk_by(|a, b| block_of(*a) == block_of(*b)) {
+                    let (these, rest) = values.split_at(block.len());
+                    values = rest;
+                    let mut terms = [(0, 0.0); BLOCK];
+                    for (term, (&neuron, &value)) in terms.iter_mut().zip(block.iter().zip(these)) {
+                        *term = (neuron as usize % BLOCK, value);
+                        self.mark(neuron as usize, DOWN);
+                    }
+                    self.add_terms(block_of(block[0]), &terms[..block.len()], sum);
+                }
+            }
+            Down::ByOutput(_) => unreachable!("products by output take the whole hidden vector"),
+        }
+    }
+
     /// Completes the hidden vectors, zero where a neuron is not owned, not active or silent.
     fn hidden(&self, pool: &mut Pool, hidden: &mut [f32]) {
         let n_ff = self.layer.n_ff();
@@ -251,14 +560,7 @@ impl LayerStep<'_> {
                 self.add_down(block, &wanted, &hidden, sum);
             }
         });
-        let (sums, n) = (&*sums, out.len());
-        pool.run_pieces(out, REDUCE_COLUMNS, |piece, out| {
-            let at = piece * REDUCE_COLUMNS;
-            out.copy_from_slice(&sums[at..at + out.len()]);
-            for chunk in 1..n_chunks {
-                add(out, &sums[chunk * n + at..][..out.len()]);
-            }
-        });
+        add_chunks(pool, sums, n_chunks, out);
     }
 
     /// Which neurons of a block are owned and active, a bit each, for each row of a tile.
@@ -294,14 +596,8 @@ impl LayerStep<'_> {
             batch.dot(self.level, &w.up, neuron, &self.x);
             n_up += batch.n;
             self.mark(neuron, UP);
-            let bias = w.up_bias.as_ref().map(|b| b[neuron]);
             for (row, up, gate) in batch.values() {
-                let up = bias.map_or(up, |b| up + b);
-                let value = match self.spec.gating {
-                    Gating::None => self.spec.activation.apply(up),
-                    Gating::Gate => gate * up,
-                    Gating::GateAndUp => gate * self.spec.activation.apply(up),
-                };
+                let value = self.hidden_value(neuron, gate, up);
                 n_fired += usize::from(value != 0.0);
                 hidden[row - rows.start][bit] = value;
             }
@@ -335,7 +631,7 @@ impl LayerStep<'_> {
     fn add_terms(&self, block: usize, terms: &[(usize, f32)], sum: &mut [f32]) {
         match &self.layer.down {
             Down::ByNeuron(down) => {
-                let row = |(bit, _)| down.row(block * BLOCK + bit);
+                let row = |(bit, _)| down.bytes(block * BLOCK + bit);
                 let (groups, rest) = terms.as_chunks::<AXPY_ROWS>();
                 for group in groups {
                     axpy(self.level, down.ty(), group.map(|(_, a)| a), group.map(row), sum);
@@ -357,6 +653,47 @@ impl LayerStep<'_> {
         // One thread at a time works on a neuron.
         let read = &self.read[neuron];
         read.store(read.load(Ordering::Relaxed) | row, Ordering::Relaxed);
+    }
+}
+
+/// `out` = the sums of the chunks, added in order.
+fn add_chunks(pool: &mut Pool, sums: &[f32], n_chunks: usize, out: &mut [f32]) {
+    let n = out.len();
+    pool.run_pieces(out, REDUCE_COLUMNS, |piece, out| {
+        let at = piece * REDUCE_COLUMNS;
+        out.copy_from_slice(&sums[at..at + out.len()]);
+        for chunk in 1..n_chunks {
+            add(out, &sums[chunk * n + at..][..out.len()]);
+        }
+    });
+}
+
+/// Some neurons, ascending, with a value each.
+struct List {
+    n: usize,
+    neurons: [u32; LIST],
+    /// Gates of the neurons; 1 without gating.
+    gates: [f32; LIST],
+    values: [f32; LIST],
+}
+
+impl Default for List {
+    fn default() -> Self {
+        Self { n: 0, neurons: [0; LIST], gates: [1.0; LIST], values: [0.0; LIST] }
+    }
+}
+
+impl List {
+    fn neurons(&self) -> &[u32] {
+        &self.neurons[..self.n]
+    }
+
+    /// Appends neurons of a block, a bit each.
+    fn push(&mut self, block: usize, wanted: u32) {
+        for bit in bits(wanted) {
+            self.neurons[self.n] = (block * BLOCK + bit) as u32;
+            self.n += 1;
+        }
     }
 }
 
@@ -389,9 +726,9 @@ impl Batch {
     }
 
     /// Values become the products of one row of `w` with the batch.
-    fn dot(&mut self, level: CpuLevel, w: &WeightMatrix, neuron: usize, x: &Input<'_>) {
+    fn dot(&mut self, level: CpuLevel, w: &Rows, neuron: usize, x: &Input<'_>) {
         let n = self.n;
-        dot_rows(level, w.ty(), w.row(neuron), x, &self.rows[..n], &mut self.values[..n]);
+        dot_rows(level, w.row(neuron), x, &self.rows[..n], &mut self.values[..n]);
     }
 
     /// Gates become `act(values)`; rows where that is zero are dropped if `skip`.

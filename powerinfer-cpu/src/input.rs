@@ -7,31 +7,16 @@ use bytemuck::Zeroable;
 use powerinfer_sparse_ops::WeightType;
 use powerinfer_sparse_ops::block::BlockQ8K;
 
+use crate::planar::{BLOCK, GROUP, PADDED_TO, PlanarX};
 use crate::pool::Pool;
 
-/// 32 values as 8-bit integers: `x ≈ d · q`.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(crate) struct BlockX8 {
-    /// Scale: `max |x| / 127`, rounded to f16 as the file format of such blocks has it.
-    pub(crate) d: f32,
-    /// `d · Σ q`, for weight types with an offset.
-    pub(crate) sum: f32,
-    /// `x / scale`, ties to even.
-    pub(crate) q: [i8; 32],
-}
-
-impl BlockX8 {
-    const ZERO: Self = Self { d: 0.0, sum: 0.0, q: [0; 32] };
-
-    fn quantize(x: &[f32; 32]) -> Self {
-        let (max, fault) = max_abs(x);
-        let inverse = if max == 0.0 { 0.0 } else { 127.0 / max };
-        let q = x.map(|x| round(x * inverse));
-        let d = half::f16::from_f32(max / 127.0).to_f32() + fault;
-        let sum = q.iter().map(|&q| i32::from(q)).sum::<i32>();
-        Self { d, sum: d * sum as f32, q }
-    }
+/// A block of 32 values `x ≈ d · q`: the scale `max |x| / 127`, rounded to f16 as the file format of such blocks has
+/// it, and the integers, ties to even.
+fn quantize_32(x: &[f32; 32]) -> (f32, [i8; 32]) {
+    let (max, fault) = max_abs(x);
+    let inverse = if max == 0.0 { 0.0 } else { 127.0 / max };
+    let q = x.map(|x| round(x * inverse));
+    (half::f16::from_f32(max / 127.0).to_f32() + fault, q)
 }
 
 /// As [`block::quantize_q8_k`](powerinfer_sparse_ops::block::quantize_q8_k), in loops that vectorise.
@@ -106,14 +91,23 @@ impl Forms {
 /// Room for the 8-bit forms of a batch.
 #[derive(Debug, Default)]
 pub(crate) struct InputBuffers {
-    x8: Vec<BlockX8>,
+    /// `[n_rows, n_pad]`, in the order of [`planar`](crate::planar).
+    q: Vec<i8>,
+    /// `[n_rows, n_pad / 32]`.
+    d: Vec<f32>,
+    /// `[n_rows, n_pad / 32]`.
+    sums: Vec<i32>,
+    /// `[n_rows, n_cols / 256]`.
     x8k: Vec<BlockQ8K>,
 }
 
 impl InputBuffers {
-    /// Makes room for `n` values, whatever their rows.
-    pub(crate) fn reserve(&mut self, n: usize) {
-        self.x8.resize(self.x8.len().max(n / 32), BlockX8::ZERO);
+    /// Makes room for `n_rows` vectors of up to `n_cols` values.
+    pub(crate) fn reserve(&mut self, n_rows: usize, n_cols: usize) {
+        let n = n_rows * n_cols.next_multiple_of(PADDED_TO);
+        self.q.resize(self.q.len().max(n), 0);
+        self.d.resize(self.d.len().max(n / BLOCK), 0.0);
+        self.sums.resize(self.sums.len().max(n / BLOCK), 0);
         self.x8k.resize(self.x8k.len().max(n / 256), BlockQ8K::zeroed());
     }
 
@@ -126,33 +120,70 @@ impl InputBuffers {
         n_cols: usize,
         forms: Forms,
     ) -> Input<'a> {
-        // Blocks of a piece: enough that handing it out costs little beside it.
-        const PIECE: usize = 64;
+        let n_rows = x.len() / n_cols;
+        let n_pad = n_cols.next_multiple_of(PADDED_TO);
         let (mut n8, mut n8k) = (0, 0);
-        if forms.x8 && n_cols.is_multiple_of(32) {
-            n8 = x.len() / 32;
-            pool.run_pieces(&mut self.x8[..n8], PIECE, |piece, out| {
-                let x = &x.as_chunks::<32>().0[piece * PIECE..];
-                out.iter_mut().zip(x).for_each(|(out, x)| *out = BlockX8::quantize(x));
-            });
+        if forms.x8 && n_cols.is_multiple_of(BLOCK) {
+            n8 = n_rows * n_pad;
+            let parts = (&mut self.q[..n8], &mut self.d[..n8 / BLOCK], &mut self.sums[..n8 / BLOCK]);
+            planar(pool, x, n_cols, n_pad, parts);
         }
         if forms.x8k && n_cols.is_multiple_of(256) {
+            // Blocks of a piece: enough that handing it out costs little beside it.
+            const PIECE: usize = 8;
             n8k = x.len() / 256;
-            pool.run_pieces(&mut self.x8k[..n8k], PIECE / 8, |piece, out| {
-                let x = &x.as_chunks::<256>().0[piece * (PIECE / 8)..];
+            pool.run_pieces(&mut self.x8k[..n8k], PIECE, |piece, out| {
+                let x = &x.as_chunks::<256>().0[piece * PIECE..];
                 out.iter_mut().zip(x).for_each(|(out, x)| *out = quantize_k(x));
             });
         }
-        Input { n_cols, x, x8: &self.x8[..n8], x8k: &self.x8k[..n8k] }
+        Input {
+            n_cols,
+            n_pad,
+            x,
+            q: &self.q[..n8],
+            d: &self.d[..n8 / BLOCK],
+            sums: &self.sums[..n8 / BLOCK],
+            x8k: &self.x8k[..n8k],
+        }
     }
+}
+
+/// Fills integers, scales and sums of [`PlanarX`] for every row of `x`, zeros in the padding.
+fn planar(
+    pool: &mut Pool,
+    x: &[f32],
+    n_cols: usize,
+    n_pad: usize,
+    (q, d, sums): (&mut [i8], &mut [f32], &mut [i32]),
+) {
+    // One super-group of 16 blocks a piece: all three parts of it go to one thread.
+    const BLOCKS: usize = PADDED_TO / BLOCK;
+    let per_row = n_pad / PADDED_TO;
+    pool.run_zipped((q, PADDED_TO), (d, BLOCKS), (sums, BLOCKS), |piece, q, d, sums| {
+        let (row, at) = (piece / per_row, piece % per_row * PADDED_TO);
+        let x = x[row * n_cols..][..n_cols][at..].as_chunks::<BLOCK>().0;
+        let halves = q.as_chunks_mut::<{ BLOCK / 2 }>().0;
+        for b in 0..BLOCKS {
+            let (scale, values) = x.get(b).map_or((0.0, [0; BLOCK]), quantize_32);
+            let at = b / GROUP * (2 * GROUP) + b % GROUP;
+            halves[at].copy_from_slice(&values[..BLOCK / 2]);
+            halves[at + GROUP].copy_from_slice(&values[BLOCK / 2..]);
+            d[b] = scale;
+            sums[b] = values.iter().map(|&q| i32::from(q)).sum();
+        }
+    });
 }
 
 /// A batch of vectors `[n_rows, n_cols]` in the forms that were asked for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Input<'a> {
     n_cols: usize,
+    n_pad: usize,
     x: &'a [f32],
-    x8: &'a [BlockX8],
+    q: &'a [i8],
+    d: &'a [f32],
+    sums: &'a [i32],
     x8k: &'a [BlockQ8K],
 }
 
@@ -173,10 +204,25 @@ impl<'a> Input<'a> {
         rows_of(self.x, self.n_cols, rows)
     }
 
+    /// All vectors as they are, `[n_rows, n_cols]`.
+    pub(crate) fn all_f32(&self) -> &'a [f32] {
+        self.x
+    }
+
     /// Some vectors in blocks of 32.
     #[inline]
-    pub(crate) fn x8s<const T: usize>(&self, rows: [usize; T]) -> [&'a [BlockX8]; T] {
-        rows_of(self.x8, self.n_cols / 32, rows)
+    pub(crate) fn x8s<const T: usize>(&self, rows: [usize; T]) -> [PlanarX<'a>; T] {
+        let n = self.n_pad;
+        let mut out = [PlanarX { q: &[], d: &[], sums: &[] }; T];
+        for t in 0..T {
+            let (at, block) = (rows[t] * n, rows[t] * n / BLOCK);
+            out[t] = PlanarX {
+                q: &self.q[at..at + n],
+                d: &self.d[block..block + n / BLOCK],
+                sums: &self.sums[block..block + n / BLOCK],
+            };
+        }
+        out
     }
 
     /// Some vectors in blocks of 256.
@@ -214,37 +260,40 @@ mod tests {
 
     #[test]
     fn values_come_back_within_half_a_step() {
-        let x: Vec<f32> = (0..512).map(|i| ((i * 37 % 101) as f32 - 50.0) * 0.3).collect();
+        let x: Vec<f32> = (0..1536).map(|i| ((i * 37 % 101) as f32 - 50.0) * 0.3).collect();
         let mut pool = Pool::try_new(2).unwrap();
         let mut buffers = InputBuffers::default();
-        buffers.reserve(512);
-        let input = buffers.prepare(&mut pool, &x, 256, Forms { x8: true, x8k: true });
-        assert_eq!((input.n_rows(), input.n_cols()), (2, 256));
+        buffers.reserve(2, 768);
+        buffers.q.fill(1);
+        let input = buffers.prepare(&mut pool, &x, 768, Forms { x8: true, x8k: true });
+        assert_eq!((input.n_rows(), input.n_cols()), (2, 768));
         for row in 0..2 {
-            for (i, x) in input.f32s([row])[0].iter().enumerate() {
-                let b = &input.x8s([row])[0][i / 32];
-                // Half a step, and the rounding of the scale to f16 (2^-11) over 127 steps.
-                assert!((x - b.d * f32::from(b.q[i % 32])).abs() <= b.d * 0.57);
+            let [x8] = input.x8s([row]);
+            let mut expected = [BlockQ8_0::zeroed(); 24];
+            quantize_q8_0(input.f32s([row])[0], &mut expected);
+            for (i, e) in expected.iter().enumerate() {
+                let q = x8.values(i);
+                assert_eq!((x8.d[i], &q[..]), (e.d.to_f32(), &e.qs[..]));
+                assert_eq!(x8.sums[i], q.iter().map(|&q| i32::from(q)).sum::<i32>());
+                for (j, q) in q.into_iter().enumerate() {
+                    // Half a step, and the rounding of the scale to f16 (2^-11) over 127 steps.
+                    let x = input.f32s([row])[0][i * 32 + j];
+                    assert!((x - x8.d[i] * f32::from(q)).abs() <= x8.d[i] * 0.57);
+                }
             }
-            let b = &input.x8s([row])[0][3];
-            assert_eq!(b.sum, b.d * b.q.iter().map(|&q| f32::from(q)).sum::<f32>());
-            let mut expected = [BlockQ8K::zeroed()];
+            assert!((24..32).all(|i| x8.d[i] == 0.0 && x8.sums[i] == 0 && x8.values(i) == [0; 32]));
+            let mut expected = [BlockQ8K::zeroed(); 3];
             quantize_q8_k(input.f32s([row])[0], &mut expected);
             assert_eq!(input.x8ks([row])[0], expected);
-            let mut expected = [BlockQ8_0::zeroed(); 8];
-            quantize_q8_0(input.f32s([row])[0], &mut expected);
-            for (b, e) in input.x8s([row])[0].iter().zip(&expected) {
-                assert_eq!((b.d, b.q), (e.d.to_f32(), e.qs));
-            }
         }
     }
 
     #[test]
     fn zeros_stay_zero_and_faults_are_not_hidden() {
-        assert_eq!(BlockX8::quantize(&[0.0; 32]).d, 0.0);
+        assert_eq!(quantize_32(&[0.0; 32]).0, 0.0);
         let mut x = [1.0; 32];
         x[5] = f32::NAN;
-        assert!(BlockX8::quantize(&x).d.is_nan());
+        assert!(quantize_32(&x).0.is_nan());
         let mut x = [1.0; 256];
         x[200] = f32::INFINITY;
         assert!(!quantize_k(&x).d.is_finite());

@@ -21,19 +21,24 @@
 
 mod attention;
 mod backend;
+mod cores;
 mod ffn;
 mod input;
 mod kernel;
 mod level;
 mod matmul;
+mod memory;
 mod ops;
+mod planar;
 mod pool;
 mod predict;
 mod relaid;
+mod rows;
 
 pub use attention::KvType;
-pub use backend::{CpuBackend, CpuOptions};
+pub use backend::{CpuBackend, CpuOptions, WeightHome};
+pub use cores::default_threads;
 pub use level::CpuLevel;
 #[cfg(target_arch = "x86_64")]
 pub use level::{Avx2, Avx512};
-pub use pool::{Columns, Pool, default_threads};
+pub use pool::{Columns, Pool};

@@ -1,11 +1,11 @@
 //! Matrix products: rows of weights are shared out, each is multiplied with the whole batch.
 
-use powerinfer_sparse_ops::WeightMatrix;
-
 use crate::input::Input;
-use crate::kernel::{TILE, dot_rows};
+use crate::kernel::gemm::{self, Buffers, Local};
+use crate::kernel::{TILE, dot_rows, dot_run};
 use crate::level::CpuLevel;
 use crate::pool::{Columns, Pool};
+use crate::rows::Rows;
 
 /// Weight rows of a piece of work: 32 rows of 4096 F16 weights are 256 KiB, so that a piece stays in the second
 /// level cache while the batch passes by, and handing it out costs little beside it.
@@ -20,6 +20,22 @@ const BATCH: usize = 16;
 pub(crate) struct Cpu {
     pub(crate) pool: Pool,
     pub(crate) level: CpuLevel,
+    /// For matrix-matrix products, one a thread.
+    pub(crate) locals: Vec<Local>,
+    pub(crate) buffers: Buffers,
+}
+
+impl Cpu {
+    pub(crate) fn new(pool: Pool, level: CpuLevel) -> Self {
+        let locals = (0..pool.n_threads()).map(|_| Local::default()).collect();
+        Self { pool, level, locals, buffers: Buffers::default() }
+    }
+
+    /// Makes room for batches of `n_rows` vectors of up to `n_cols` values.
+    pub(crate) fn reserve(&mut self, n_rows: usize, n_cols: usize) {
+        self.locals.iter_mut().for_each(|local| local.reserve(n_rows, n_cols));
+        self.buffers.reserve(n_rows, n_cols);
+    }
 }
 
 /// `out = x · Wᵀ (+ bias)`.
@@ -29,24 +45,41 @@ pub(crate) struct Cpu {
 ///
 /// # Panics
 /// If a shape differs.
-pub(crate) fn matmul(cpu: &mut Cpu, w: &WeightMatrix, x: &Input<'_>, bias: Option<&[f32]>, out: &mut [f32]) {
+pub(crate) fn matmul(cpu: &mut Cpu, w: &Rows, x: &Input<'_>, bias: Option<&[f32]>, out: &mut [f32]) {
     let n_out = w.n_rows();
-    assert_eq!(w.n_cols(), x.n_cols(), "{w:?}: input length");
-    assert_eq!(out.len(), x.n_rows() * n_out, "{w:?}: output of {} rows", x.n_rows());
+    assert_eq!(w.n_cols(), x.n_cols(), "input length of [{}, {n_out}] weights", w.n_cols());
+    assert_eq!(out.len(), x.n_rows() * n_out, "output of {} rows of {n_out}", x.n_rows());
     let level = cpu.level;
+    if x.n_rows() >= gemm::MIN_ROWS && gemm::has_gemm(level, w.ty()) {
+        let x = cpu.buffers.prepare(&mut cpu.pool, w.ty(), *x);
+        cpu.pool.run_columns_with(out, n_out, gemm::BAND_ROWS, &mut cpu.locals, |_, out, local| {
+            gemm::gemm(level, w, out.range(), &x, local, &mut |row, at, products| {
+                out.row(row)[at..at + products.len()].copy_from_slice(products);
+            });
+            add_bias(bias, out);
+        });
+        return;
+    }
     cpu.pool.run_columns(out, n_out, ROWS, |_, out| {
-        products(level, w, x, out);
-        if let Some(bias) = bias {
-            let columns = out.range();
-            for row in 0..out.n_rows() {
-                crate::ops::add(out.row(row), &bias[columns.clone()]);
-            }
+        if x.n_rows() == 1 {
+            dot_run(level, w, out.range(), x, out.row(0));
+        } else {
+            products(level, w, x, out);
         }
+        add_bias(bias, out);
     });
 }
 
+fn add_bias(bias: Option<&[f32]>, out: &mut Columns<'_, f32>) {
+    let Some(bias) = bias else { return };
+    let columns = out.range();
+    for row in 0..out.n_rows() {
+        crate::ops::add(out.row(row), &bias[columns.clone()]);
+    }
+}
+
 /// The products with the weight rows that `out` has columns for.
-fn products(level: CpuLevel, w: &WeightMatrix, x: &Input<'_>, out: &mut Columns<'_, f32>) {
+fn products(level: CpuLevel, w: &Rows, x: &Input<'_>, out: &mut Columns<'_, f32>) {
     let first = out.range().start;
     for start in (0..x.n_rows()).step_by(BATCH) {
         let batch = start..x.n_rows().min(start + BATCH);
@@ -56,7 +89,7 @@ fn products(level: CpuLevel, w: &WeightMatrix, x: &Input<'_>, out: &mut Columns<
                 let rows: [usize; TILE] = std::array::from_fn(|t| start + t);
                 let n = TILE.min(batch.end - start);
                 let mut y = [0.0; TILE];
-                dot_rows(level, w.ty(), row, x, &rows[..n], &mut y[..n]);
+                dot_rows(level, row, x, &rows[..n], &mut y[..n]);
                 for t in 0..n {
                     out.row(start + t)[j - first] = y[t];
                 }

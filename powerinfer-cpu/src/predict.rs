@@ -1,10 +1,16 @@
 //! Predictors: which neurons of a layer are worth computing.
 
-use powerinfer_sparse_ops::{ActiveBatch, FfnInput, GateCopy, GateInput, LowRank, PredictorWeights, Step};
+use std::ops::Range;
+use std::sync::Arc;
+
+use powerinfer_sparse_ops::{ActiveBatch, FfnInput, GateCopy, GateInput, Step};
 
 use crate::input::{Forms, Input, InputBuffers};
-use crate::kernel::{GATE_TILE, GateToken, TILE, dot_rows, gate_word};
+use crate::kernel::gemm;
+use crate::kernel::{GATE_TILE, GateToken, TILE, dot_rows, dot_run, gate_word};
 use crate::matmul::{Cpu, matmul};
+use crate::pool::Columns;
+use crate::rows::Rows;
 
 /// Room for predictions.
 #[derive(Debug, Default)]
@@ -19,18 +25,14 @@ pub(crate) struct PredictScratch {
 
 impl PredictScratch {
     /// Makes room for `n_rows` rows of any of these predictors.
-    pub(crate) fn reserve<'a>(
-        &mut self,
-        predictors: impl Iterator<Item = &'a PredictorWeights>,
-        n_rows: usize,
-    ) {
+    pub(crate) fn reserve<'a>(&mut self, predictors: impl Iterator<Item = &'a Predictor>, n_rows: usize) {
         for predictor in predictors {
             match predictor {
-                PredictorWeights::LowRank(p) => {
-                    let n = n_rows * p.fc1.n_rows();
+                Predictor::LowRank { fc1, .. } => {
+                    let n = n_rows * fc1.n_rows();
                     self.inner.resize(self.inner.len().max(n), 0.0);
                 }
-                PredictorWeights::GateCopy(p) => {
+                Predictor::GateCopy(p) => {
                     self.rows.reserve(n_rows);
                     self.inputs.resize_with(self.inputs.len().max(n_rows), GateBuffer::default);
                     self.inputs.iter_mut().for_each(|input| input.reserve(p));
@@ -40,11 +42,23 @@ impl PredictScratch {
     }
 }
 
-/// Width of a low-rank predictor's inner vector, which goes through a product as the others do; 0 for other predictors.
-pub(crate) fn rank(predictor: &PredictorWeights) -> usize {
-    match predictor {
-        PredictorWeights::LowRank(p) => p.fc1.n_rows(),
-        PredictorWeights::GateCopy(_) => 0,
+/// A predictor whose weights have been brought in.
+#[derive(Debug)]
+pub(crate) enum Predictor {
+    /// See [`LowRank`](powerinfer_sparse_ops::LowRank).
+    LowRank { fc1: Rows, fc2: Rows, threshold: f32 },
+    /// See [`GateCopy`].
+    GateCopy(Arc<GateCopy>),
+}
+
+impl Predictor {
+    /// Width of a low-rank predictor's inner vector, which goes through a product as the others do; 0 for other
+    /// predictors.
+    pub(crate) fn rank(&self) -> usize {
+        match self {
+            Self::LowRank { fc1, .. } => fc1.n_rows(),
+            Self::GateCopy(_) => 0,
+        }
     }
 }
 
@@ -55,7 +69,7 @@ pub(crate) fn rank(predictor: &PredictorWeights) -> usize {
 /// `h [n_rows, n_embd]`.
 pub(crate) fn predict(
     cpu: &mut Cpu,
-    predictor: &PredictorWeights,
+    predictor: &Predictor,
     step: &Step<'_>,
     h: &[f32],
     inputs: &mut InputBuffers,
@@ -63,46 +77,75 @@ pub(crate) fn predict(
     out: &mut FfnInput,
 ) -> u64 {
     match predictor {
-        PredictorWeights::LowRank(p) => low_rank(cpu, p, h, inputs, scratch, out),
-        PredictorWeights::GateCopy(p) => gate_copy(cpu, p, step, scratch, out),
+        Predictor::LowRank { fc1, fc2, threshold } => {
+            low_rank(cpu, (fc1, fc2, *threshold), h, inputs, scratch, out)
+        }
+        Predictor::GateCopy(p) => gate_copy(cpu, p, step, scratch, out),
     }
 }
 
 fn low_rank(
     cpu: &mut Cpu,
-    p: &LowRank,
+    (fc1, fc2, threshold): (&Rows, &Rows, f32),
     h: &[f32],
     inputs: &mut InputBuffers,
     scratch: &mut PredictScratch,
     out: &mut FfnInput,
 ) -> u64 {
-    let (n_embd, rank) = (p.fc1.n_cols(), p.fc1.n_rows());
+    let (n_embd, rank) = (fc1.n_cols(), fc1.n_rows());
     // Both kinds of predictor input are the residual stream at the time of this call.
     let inner = &mut scratch.inner[..h.len() / n_embd * rank];
-    let input = inputs.prepare(&mut cpu.pool, h, n_embd, Forms::of(p.fc1.ty()));
-    matmul(cpu, &p.fc1, &input, None, inner);
+    let input = inputs.prepare(&mut cpu.pool, h, n_embd, Forms::of(fc1.ty()));
+    matmul(cpu, fc1, &input, None, inner);
     inner.iter_mut().for_each(|v| *v = v.max(0.0));
-    let input = inputs.prepare(&mut cpu.pool, inner, rank, Forms::of(p.fc2.ty()));
-    low_rank_score(cpu, p, &input, out);
-    (p.fc1.n_bytes() + p.fc2.n_bytes()) as u64
+    let input = inputs.prepare(&mut cpu.pool, inner, rank, Forms::of(fc2.ty()));
+    low_rank_score(cpu, fc2, threshold, &input, out);
+    (fc1.n_bytes() + fc2.n_bytes()) as u64
 }
 
 /// Puts the neurons whose score is not below the threshold into the active sets.
-fn low_rank_score(cpu: &mut Cpu, p: &LowRank, inner: &Input<'_>, out: &mut FfnInput) {
+fn low_rank_score(cpu: &mut Cpu, fc2: &Rows, threshold: f32, inner: &Input<'_>, out: &mut FfnInput) {
+    // Two bands of a matrix product.
+    const WORDS: usize = 3;
     let (n_ff, n_words) = (out.active.n_ff(), out.active.words_per_row());
     let level = cpu.level;
-    cpu.pool.run_columns(out.active.words_mut(), n_words, 1, |word, column| {
-        for neuron in word * 64..n_ff.min((word + 1) * 64) {
-            for start in (0..column.n_rows()).step_by(TILE) {
+    let neurons = |words: Range<usize>| words.start * 64..n_ff.min(words.end * 64);
+    // NaN counts as active.
+    let set = |columns: &mut Columns<'_, u64>, row: usize, at: usize, scores: &[f32]| {
+        let words = columns.row(row);
+        for (i, score) in (at..).zip(scores) {
+            let inactive = *score < threshold;
+            words[i / 64] |= u64::from(!inactive) << (i % 64);
+        }
+    };
+    let words = out.active.words_mut();
+    if inner.n_rows() >= gemm::MIN_ROWS && gemm::has_gemm(level, fc2.ty()) {
+        let inner = cpu.buffers.prepare(&mut cpu.pool, fc2.ty(), *inner);
+        cpu.pool.run_columns_with(words, n_words, WORDS, &mut cpu.locals, |_, columns, local| {
+            let neurons = neurons(columns.range());
+            gemm::gemm(level, fc2, neurons, &inner, local, &mut |row, at, scores| {
+                set(columns, row, at, scores)
+            });
+        });
+        return;
+    }
+    cpu.pool.run_columns(words, n_words, WORDS, |_, columns| {
+        let neurons = neurons(columns.range());
+        if inner.n_rows() == 1 {
+            let mut scores = [0.0; 64 * WORDS];
+            let scores = &mut scores[..neurons.len()];
+            dot_run(level, fc2, neurons, inner, scores);
+            set(columns, 0, 0, scores);
+            return;
+        }
+        let n_rows = columns.n_rows();
+        for (at, neuron) in neurons.enumerate() {
+            for start in (0..n_rows).step_by(TILE) {
                 let rows: [usize; TILE] = std::array::from_fn(|t| start + t);
-                let n = TILE.min(column.n_rows() - start);
+                let n = TILE.min(n_rows - start);
                 let mut scores = [0.0; TILE];
-                dot_rows(level, p.fc2.ty(), p.fc2.row(neuron), inner, &rows[..n], &mut scores[..n]);
-                for (row, score) in rows[..n].iter().zip(scores) {
-                    // NaN counts as active.
-                    let inactive = score < p.threshold;
-                    column.row(*row)[0] |= u64::from(!inactive) << (neuron % 64);
-                }
+                dot_rows(level, fc2.row(neuron), inner, &rows[..n], &mut scores[..n]);
+                rows[..n].iter().zip(scores).for_each(|(row, score)| set(columns, *row, at, &[score]));
             }
         }
     });

@@ -14,8 +14,11 @@ use powerinfer_testing::tolerance::{NMSE_F32, assert_close};
 const TOKENS: [u32; 10] = [1, 17, 40, 3, 95, 60, 2, 33, 8, 9];
 
 fn backend(model: &TinyModel, threads: usize, level: CpuLevel, kv_type: KvType) -> CpuBackend {
-    CpuBackend::new(Arc::clone(&model.spec), CpuOptions { threads, level: Some(level), kv_type })
-        .expect("threads start")
+    CpuBackend::new(
+        Arc::clone(&model.spec),
+        CpuOptions { threads, level: Some(level), kv_type, ..CpuOptions::default() },
+    )
+    .expect("threads start")
 }
 
 #[test]
@@ -53,6 +56,38 @@ fn what_is_beyond_memory_is_an_error_and_a_longer_cache_keeps_its_content() {
     let want = drive.step(8, &TOKENS[8..10], ActiveMode::Dense).to_vec();
     drive.backends()[0].reserve(SeqId(0), 200, 2).unwrap();
     assert_eq!(drive.step(8, &TOKENS[8..10], ActiveMode::Dense), want);
+}
+
+#[test]
+fn heads_that_are_not_whole_blocks_of_the_cache_are_refused() {
+    let model = TinyModel::new(TinyOptions::default());
+    let options = CpuOptions { kv_type: KvType::Q8_0, ..CpuOptions::default() };
+    let error = CpuBackend::new(Arc::clone(&model.spec), options).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "cpu keeps Q8_0 keys and values in blocks of 32, and the model's heads have 16 values"
+    );
+}
+
+#[test]
+fn the_memory_of_a_cache_is_counted_by_its_type() {
+    let model = TinyModel::new(TinyOptions { n_embd: 128, ..TinyOptions::default() });
+    // A multiple of the tile, and more than any machine has.
+    let kv_len = 1 << 46;
+    for kv_type in [KvType::F16, KvType::F32, KvType::Q8_0] {
+        let mut cpu = backend(&model, 1, CpuLevel::detect(), kv_type);
+        let BackendError::OutOfMemory { need_bytes, .. } = cpu.reserve(SeqId(0), kv_len, 1).unwrap_err()
+        else {
+            panic!("{kv_type:?}: another error")
+        };
+        let n_values = 2 * model.spec.n_layer * model.spec.kv_dim();
+        let row_bytes = match kv_type {
+            KvType::F16 => n_values * 2,
+            KvType::F32 => n_values * 4,
+            KvType::Q8_0 => n_values / 32 * 34,
+        };
+        assert_eq!(need_bytes, (kv_len * row_bytes) as u64, "{kv_type:?}");
+    }
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use powerinfer_sparse_ops::WeightBytes;
+use powerinfer_sparse_ops::{WeightBytes, WeightOwner};
 
 use crate::cursor::Cursor;
 use crate::error::{FileHint, GgufError, Name};
@@ -54,7 +54,18 @@ pub(crate) fn alignment_is_legal(alignment: u32) -> bool {
     alignment.is_power_of_two() && alignment <= MAX_ALIGNMENT
 }
 
-type Owner = Arc<dyn AsRef<[u8]> + Send + Sync>;
+type Owner = Arc<dyn WeightOwner>;
+
+/// Bytes that the caller gave.
+struct Given<T>(T);
+
+impl<T: AsRef<[u8]>> AsRef<[u8]> for Given<T> {
+    fn as_ref(&self) -> &[u8] {
+        self.0.as_ref()
+    }
+}
+
+impl<T: AsRef<[u8]> + Send + Sync> WeightOwner for Given<T> {}
 
 /// An open file whose header has been checked from the first byte to the last, and whose tensors are known to
 /// lie inside it without overlap. Tensor data has not been read.
@@ -107,7 +118,7 @@ impl GgufFile {
     /// # Errors
     /// Any variant but [`GgufError::Io`] if the content is at fault.
     pub fn from_bytes(bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> Result<Self, GgufError> {
-        Self::from_owner(Arc::new(bytes))
+        Self::from_owner(Arc::new(Given(bytes)))
     }
 
     fn from_owner(owner: Owner) -> Result<Self, GgufError> {

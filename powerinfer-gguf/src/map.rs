@@ -3,9 +3,13 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::path::Path;
 
 use memmap2::Mmap;
+#[cfg(unix)]
+use memmap2::UncheckedAdvice;
+use powerinfer_sparse_ops::WeightOwner;
 
 /// A mapped file.
 pub(crate) struct Map(Mmap);
@@ -13,6 +17,23 @@ pub(crate) struct Map(Mmap);
 impl AsRef<[u8]> for Map {
     fn as_ref(&self) -> &[u8] {
         &self.0
+    }
+}
+
+impl WeightOwner for Map {
+    #[cfg(unix)]
+    fn release(&self, range: Range<usize>) {
+        // Whole pages only: the ones at the ends may hold other tensors.
+        const PAGE: usize = 4096;
+        let (start, end) = (range.start.next_multiple_of(PAGE), range.end / PAGE * PAGE);
+        if start < end {
+            // SAFETY: FILE-UNCHANGED. The pages of a read-only map of a file are read from it again when they are
+            // touched, with the same bytes; nothing was written that could be lost.
+            let advised =
+                unsafe { self.0.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start) };
+            // Where the system does not take the advice, the pages stay.
+            let _ = advised;
+        }
     }
 }
 

@@ -172,6 +172,20 @@ pub enum BackendError {
     /// A weight has another shape than the model asks for.
     #[error(transparent)]
     Shape(#[from] ShapeError),
+    /// Keys and values are to be kept in blocks that do not divide a head.
+    #[error(
+        "{backend} keeps {kv_type} keys and values in blocks of {block_len}, and the model's heads have {head_dim} values"
+    )]
+    KvBlocks {
+        /// Backend name.
+        backend: String,
+        /// The type asked for.
+        kv_type: &'static str,
+        /// Values of a block.
+        block_len: usize,
+        /// Values of a head.
+        head_dim: usize,
+    },
     /// Not enough memory.
     #[error("{backend} needs {need_bytes} bytes for {what}, {have_bytes} are left")]
     OutOfMemory {
@@ -250,6 +264,16 @@ pub trait HybridBackend: Send {
     /// # Errors
     /// An unsupported type, a wrong shape, or too little memory.
     fn load_predictor(&mut self, layer: LayerId, weights: PredictorWeights) -> Result<(), BackendError>;
+
+    /// Called after the last weight has been taken: the backend brings them where it computes from, and calls
+    /// `progress(bytes done, bytes in all)` meanwhile. Backends that compute on weights where they lie do nothing.
+    ///
+    /// # Errors
+    /// Too little memory.
+    fn load_done(&mut self, progress: &mut dyn FnMut(u64, u64)) -> Result<(), BackendError> {
+        let _ = progress;
+        Ok(())
+    }
 
     /// Makes a sequence of up to `kv_len` positions, and room for steps of up to `max_rows` tokens. May be
     /// called again for a known sequence with a larger length; what it held stays.

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use half::f16;
 
-use crate::{WeightBytes, WeightMatrix};
+use crate::{WeightBytes, WeightMatrix, WeightOwner};
 
 /// Columns whose codes share 64 bytes.
 const GROUP: usize = 256;
@@ -184,7 +184,6 @@ impl GateCopy {
         let mut scales = Vec::with_capacity(n_ff);
         let mut outlier_weights = Vec::with_capacity(n_ff * outliers.len());
         let mut row = vec![0.0; n_embd];
-        let mut levels = vec![0u8; n_embd];
         for neuron in 0..n_ff {
             gate.decode_row(neuron, &mut row);
             let bad = |column: usize, value| GateCopyError::Weight {
@@ -204,8 +203,9 @@ impl GateCopy {
                 }
                 outlier_weights.push(rounded);
             }
-            scales.push(quantize_row(&row, outliers.len(), &mut levels));
-            pack_row(&levels, &mut code_bytes[neuron * row_bytes..][..row_bytes]);
+            let scale = row_scale(&row, outliers.len());
+            pack_row(&row, scale, &mut code_bytes[neuron * row_bytes..][..row_bytes]);
+            scales.push(scale);
         }
         let thresholds = vec![f32::NEG_INFINITY; n_ff];
         let codes = WeightBytes::new(Arc::new(Lines(codes)), 0..Self::codes_len(n_ff, n_embd));
@@ -325,11 +325,9 @@ impl GateCopy {
         let mean = &self.parts.mean[..];
         let (mut max, mut fault) = (0f32, 0f32);
         for range in self.inner_ranges() {
-            for (x, mean) in x[range.clone()].iter().zip(&mean[range]) {
-                let a = (x - mean).abs();
-                max = if a > max { a } else { max };
-                fault += a * 0.0;
-            }
+            let (range_max, range_fault) = max_abs(&x[range.clone()], &mean[range]);
+            max = max.max(range_max);
+            fault += range_fault;
         }
         let inverse = if (127.0 / max).is_finite() { 127.0 / max } else { 0.0 };
         q.fill(0);
@@ -377,14 +375,49 @@ impl GateCopy {
         weights.iter().zip(apart).fold(score, |score, (&w, &x)| finite_to_f32(w).mul_add(x, score))
     }
 
+    /// [`GateCopy::score_from_dot`] for some neurons, in loops that vectorise.
+    ///
+    /// # Shapes
+    /// `dots [neurons.len()]`, `apart [n_outliers]`, `scores [neurons.len()]`.
+    ///
+    /// # Panics
+    /// If there is no such neuron.
+    #[inline(always)]
+    pub fn scores_from_dots(
+        &self,
+        neurons: Range<usize>,
+        dots: &[i32],
+        input: GateInput,
+        apart: &[f32],
+        scores: &mut [f32],
+    ) {
+        let scales = &self.parts.scales[neurons.clone()];
+        for ((score, &dot), &scale) in scores.iter_mut().zip(dots).zip(scales) {
+            *score = (2 * dot - 3 * input.sum) as f32 * (scale * input.half_step);
+        }
+        let n = self.parts.outliers.len();
+        let weights = &self.parts.outlier_weights[neurons.start * n..neurons.end * n];
+        for (o, &x) in apart.iter().enumerate() {
+            if n == 1 {
+                for (score, &w) in scores.iter_mut().zip(weights) {
+                    *score = finite_to_f32(w).mul_add(x, *score);
+                }
+            } else {
+                for (score, row) in scores.iter_mut().zip(weights.chunks_exact(n)) {
+                    *score = finite_to_f32(row[o]).mul_add(x, *score);
+                }
+            }
+        }
+    }
+
     /// Whether a neuron with this score is to be computed. NaN is.
     ///
     /// # Panics
     /// If there is no such neuron.
     #[inline(always)]
-    #[expect(clippy::neg_cmp_op_on_partial_ord, reason = "NaN is active")]
     pub fn is_active(&self, neuron: usize, score: f32) -> bool {
-        !(score < self.parts.thresholds[neuron])
+        let inactive = score < self.parts.thresholds[neuron];
+        !inactive
     }
 
     /// The scores of all neurons, slowly: what every fast form is compared with, bit for bit.
@@ -440,60 +473,87 @@ fn row_bytes(n_embd: usize) -> usize {
     n_embd / GROUP * GROUP_BYTES + (n_embd % GROUP).div_ceil(4)
 }
 
-/// The scale of a row and the code of each weight, by turns: codes for the scale, then the scale for the codes, until
-/// nothing changes. `n_apart` of the weights are kept apart and zero here; they do not count.
-fn quantize_row(row: &[f32], n_apart: usize, codes: &mut [u8]) -> f32 {
-    // Converges in 3 to 5 rounds on normally distributed weights.
+/// The scale of a row, by turns: levels for the scale, then the scale for the levels, until nothing changes. `n_apart` of
+/// the weights are kept apart and zero here; they do not count.
+fn row_scale(row: &[f32], n_apart: usize) -> f32 {
+    // Rows of 576 and of 4096 normally distributed weights settle in 1 to 8 rounds.
     const MAX_ROUNDS: usize = 16;
     let n = (row.len() - n_apart) as f64;
-    let magnitude = sums(row, |w| w.abs());
-    let mut scale = if n > 0.0 { (sums(row, |w| w * w) / n).sqrt() as f32 } else { 0.0 };
+    if n == 0.0 {
+        return 0.0;
+    }
+    let [squares, magnitude] = sums(row, |w| [w * w, w.abs()]);
+    let mut scale = (squares / n).sqrt() as f32;
     for _ in 0..MAX_ROUNDS {
         // Levels are ±0.5 or, for weights beyond the scale, ±1.5.
-        let outer = sums(row, |w| if w.abs() > scale { 1.0 } else { 0.0 });
-        let outer_magnitude = sums(row, |w| if w.abs() > scale { w.abs() } else { 0.0 });
-        let products = 0.5 * magnitude + outer_magnitude;
-        let squares = 0.25 * n + 2.0 * outer;
-        let next = if squares > 0.0 { (products / squares) as f32 } else { 0.0 };
+        let [n_outer, outer] = sums(row, |w| if w.abs() > scale { [1.0, w.abs()] } else { [0.0; 2] });
+        let next = ((0.5 * magnitude + outer) / (0.25 * n + 2.0 * n_outer)) as f32;
         if next == scale {
             break;
         }
         scale = next;
     }
-    for (code, &w) in codes.iter_mut().zip(row) {
-        let outer = u8::from(w.abs() > scale);
-        *code = if w < 0.0 { 1 - outer } else { 2 + outer };
-    }
     scale
 }
 
-/// `Σ f(w)`, in 16 sums so that the loop vectorises.
-fn sums(row: &[f32], f: impl Fn(f32) -> f32) -> f64 {
+/// `Σ f(w)` for two functions at once, each in 16 sums so that the loop vectorises.
+fn sums(row: &[f32], f: impl Fn(f32) -> [f32; 2]) -> [f64; 2] {
     let (chunks, rest) = row.as_chunks::<16>();
-    let mut lanes = [0f32; 16];
+    let mut lanes = [[0f32; 16]; 2];
     for chunk in chunks {
-        for (lane, &w) in lanes.iter_mut().zip(chunk) {
-            *lane += f(w);
+        for i in 0..16 {
+            let [a, b] = f(chunk[i]);
+            lanes[0][i] += a;
+            lanes[1][i] += b;
         }
     }
-    lanes.iter().map(|&s| f64::from(s)).sum::<f64>() + rest.iter().map(|&w| f64::from(f(w))).sum::<f64>()
+    for &w in rest {
+        let [a, b] = f(w);
+        lanes[0][0] += a;
+        lanes[1][0] += b;
+    }
+    lanes.map(|lanes| lanes.iter().map(|&s| f64::from(s)).sum())
 }
 
-fn pack_row(codes: &[u8], bytes: &mut [u8]) {
-    for (codes, bytes) in codes.chunks(GROUP).zip(bytes.chunks_mut(GROUP_BYTES)) {
-        let stride = bytes.len();
+/// Writes the code of each weight: 0 to 3 for −1.5, −0.5, 0.5 and 1.5 times the scale.
+fn pack_row(row: &[f32], scale: f32, bytes: &mut [u8]) {
+    for (row, bytes) in row.chunks(GROUP).zip(bytes.chunks_mut(GROUP_BYTES)) {
         bytes.fill(0);
-        for (i, &code) in codes.iter().enumerate() {
-            bytes[i % stride] |= code << (i / stride * 2);
+        for (k, weights) in row.chunks(bytes.len()).enumerate() {
+            for (byte, &w) in bytes.iter_mut().zip(weights) {
+                let outer = u8::from(w.abs() > scale);
+                *byte |= (if w < 0.0 { 1 - outer } else { 2 + outer }) << (2 * k);
+            }
         }
     }
 }
 
-/// Nearest integer, ties to even, for `|x| ≤ 127` and NaN, which becomes 0.
+/// The largest `|x − mean|`, and a number that is 0 unless some difference is infinite or NaN. In lanes, so that the
+/// loop vectorises; neither result depends on the order.
+fn max_abs(x: &[f32], mean: &[f32]) -> (f32, f32) {
+    let (x8, x_rest) = x.as_chunks::<8>();
+    let (mean8, mean_rest) = mean.as_chunks::<8>();
+    let (mut max, mut fault) = ([0f32; 8], [0f32; 8]);
+    let mut take = |lane: usize, difference: f32| {
+        let a = difference.abs();
+        max[lane] = if a > max[lane] { a } else { max[lane] };
+        fault[lane] += a * 0.0;
+    };
+    for (x, mean) in x8.iter().zip(mean8) {
+        for lane in 0..8 {
+            take(lane, x[lane] - mean[lane]);
+        }
+    }
+    x_rest.iter().zip(mean_rest).for_each(|(x, mean)| take(0, x - mean));
+    (max.into_iter().fold(0.0, f32::max), fault.into_iter().sum())
+}
+
+/// Nearest integer, ties to even, for `|x| ≤ 127`; anything for NaN.
 #[inline]
 fn round(x: f32) -> i8 {
-    const SHIFT: f32 = 12_582_912.0; // 1.5 · 2^23: the sum leaves no bits for a fraction.
-    ((x + SHIFT) - SHIFT) as i8
+    // 1.5 · 2^23: the sum has no bits for a fraction, and the integer in its lowest ones.
+    const SHIFT: f32 = 12_582_912.0;
+    (x + SHIFT).to_bits() as i8
 }
 
 /// A finite f16 as f32, without asking the CPU for its features as `half` does each time.
@@ -551,8 +611,223 @@ struct Line([u8; 64]);
 
 struct Lines(Vec<Line>);
 
+impl WeightOwner for Lines {}
+
 impl AsRef<[u8]> for Lines {
     fn as_ref(&self) -> &[u8] {
         bytemuck::cast_slice(&self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::WeightType;
+
+    /// Roughly normal numbers.
+    fn normals(seed: &mut u64, n: usize) -> Vec<f32> {
+        let mut uniform = || {
+            *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (*seed >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+        };
+        (0..n).map(|_| uniform() + uniform() + uniform()).collect()
+    }
+
+    fn gate(seed: &mut u64, n_ff: usize, n_embd: usize, outliers: &[u32]) -> WeightMatrix {
+        let mut values = normals(seed, n_ff * n_embd);
+        for row in values.chunks_exact_mut(n_embd) {
+            outliers.iter().for_each(|&o| row[o as usize] *= 30.0);
+        }
+        WeightMatrix::from_f32("gate", n_ff, n_embd, values).unwrap()
+    }
+
+    fn code(p: &GateCopy, neuron: usize, column: usize) -> u8 {
+        let group = column / GROUP;
+        let stride = (p.n_embd() - group * GROUP).min(GROUP).div_ceil(4);
+        let i = column % GROUP;
+        p.row_groups(neuron)[group][i % stride] >> (i / stride * 2) & 3
+    }
+
+    #[test]
+    fn a_score_is_the_formula_of_the_module_up_to_the_rounding_of_the_input() {
+        let mut seed = 1;
+        for n_embd in [1, 2, 7, 32, 96, 255, 256, 257, 576, 800] {
+            for outliers in [vec![], vec![0], vec![0, n_embd as u32 - 1]] {
+                let outliers = if n_embd == 1 { vec![] } else { outliers };
+                let gate = gate(&mut seed, 5, n_embd, &outliers);
+                let mean = normals(&mut seed, n_embd);
+                let p = GateCopy::from_gate(&gate, mean.clone(), outliers.clone()).unwrap();
+                let x = normals(&mut seed, n_embd);
+                let kept = |j: &usize| !outliers.contains(&(*j as u32));
+                let max = (0..n_embd).filter(kept).map(|j| (x[j] - mean[j]).abs()).fold(0.0, f32::max);
+                let mut row = vec![0.0; n_embd];
+                for (neuron, score) in p.score(&x).into_iter().enumerate() {
+                    gate.decode_row(neuron, &mut row);
+                    let scale = p.scales()[neuron];
+                    let (mut want, mut slack) = (0.0, 1e-4);
+                    for j in 0..n_embd {
+                        let x = f64::from(x[j] - mean[j]);
+                        if kept(&j) {
+                            let level = f64::from(code(&p, neuron, j)) - 1.5;
+                            let nearest = if row[j].abs() > scale { 1.5 } else { 0.5 };
+                            assert_eq!(level, nearest * f64::from(row[j].signum()), "{row:?}");
+                            want += f64::from(scale) * level * x;
+                            slack += f64::from(scale * level.abs() as f32 * max / 127.0 * 0.5);
+                        } else {
+                            want += f64::from(f16::from_f32(row[j]).to_f32()) * x;
+                        }
+                    }
+                    assert!((f64::from(score) - want).abs() <= slack, "{n_embd}: {score} for {want}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn scores_from_sums_are_the_same_one_by_one_and_together() {
+        let mut seed = 2;
+        for outliers in [vec![], vec![3], vec![3, 9, 31]] {
+            let gate = gate(&mut seed, 11, 32, &outliers);
+            let p = GateCopy::from_gate(&gate, normals(&mut seed, 32), outliers.clone()).unwrap();
+            let apart = normals(&mut seed, outliers.len());
+            let input = GateInput { half_step: 0.01, sum: 77 };
+            let dots: Vec<i32> = (0..8).map(|i| i * 321 - 999).collect();
+            let mut scores = [0.0; 8];
+            p.scores_from_dots(2..10, &dots, input, &apart, &mut scores);
+            for i in 0..8 {
+                assert_eq!(scores[i], p.score_from_dot(2 + i, dots[i], input, &apart));
+            }
+        }
+    }
+
+    #[test]
+    fn no_other_scale_is_much_better() {
+        let mut seed = 3;
+        for n in [1, 2, 16, 100, 576] {
+            let row = normals(&mut seed, n);
+            let error = |scale: f32| {
+                let distance = |w: f32| {
+                    let levels = [-1.5, -0.5, 0.5, 1.5].map(|l: f32| f64::from(w - l * scale).powi(2));
+                    levels.into_iter().fold(f64::INFINITY, f64::min)
+                };
+                row.iter().map(|&w| distance(w)).sum::<f64>()
+            };
+            let scale = row_scale(&row, 0);
+            let best = (1..400).map(|i| error(i as f32 * 0.01)).fold(f64::INFINITY, f64::min);
+            // Alternating finds a local optimum; for long rows the difference is small.
+            let slack = if n < 100 { 2.5 } else { 1.02 };
+            assert!(error(scale) <= best * slack + 1e-9, "{n}: {} at {scale}, best {best}", error(scale));
+        }
+        assert_eq!(row_scale(&[0.0; 3], 0), 0.0);
+        assert_eq!(row_scale(&[0.0; 3], 3), 0.0);
+    }
+
+    #[test]
+    fn inputs_are_rounded_ties_to_even_and_lie_as_the_codes_do() {
+        let gate = WeightMatrix::from_f32("gate", 1, 6, vec![1.0; 6]).unwrap();
+        let p = GateCopy::from_gate(&gate, vec![1.0; 6], vec![2]).unwrap();
+        let mut q = vec![9; 256];
+        let mut apart = [0.0];
+        let input = p.quantize(&[128.0, 1.5, 1001.0, 3.5, -1.5, 0.5], &mut q, &mut apart);
+        // Groups of 6 columns take 2 bytes: columns 0, 2, 4 in the first byte, 1, 3, 5 in the second.
+        assert_eq!(
+            (q[..2].to_vec(), q[64..66].to_vec(), q[128..130].to_vec()),
+            (vec![127, 0], vec![0, 2], vec![-2, 0])
+        );
+        assert_eq!(q.iter().filter(|&&q| q != 0).count(), 3);
+        assert_eq!((input, apart), (GateInput { half_step: 0.5, sum: 127 }, [1000.0]));
+        let tiny = p.quantize(&[1.0; 6], &mut q, &mut apart);
+        assert_eq!(tiny, GateInput { half_step: 0.0, sum: 0 });
+    }
+
+    #[test]
+    fn a_score_of_nan_is_active() {
+        let mut seed = 4;
+        let gate = gate(&mut seed, 3, 40, &[5]);
+        let p = GateCopy::from_gate(&gate, vec![0.0; 40], vec![5]).unwrap();
+        let p = p.with_thresholds(vec![f32::INFINITY; 3]).unwrap();
+        for (at, value) in [(5, f32::NAN), (6, f32::NAN), (6, f32::INFINITY), (39, f32::NEG_INFINITY)] {
+            let mut x = normals(&mut seed, 40);
+            assert!((0..3).all(|i| !p.is_active(i, p.score(&x)[i])));
+            x[at] = value;
+            for (neuron, score) in p.score(&x).into_iter().enumerate() {
+                assert!(score.is_nan() && p.is_active(neuron, score), "{value} at {at}: {score}");
+            }
+        }
+    }
+
+    #[test]
+    fn columns_far_above_the_median_are_found() {
+        let mut seed = 5;
+        assert_eq!(find_outlier_columns(&gate(&mut seed, 64, 96, &[])), [0u32; 0]);
+        assert_eq!(find_outlier_columns(&gate(&mut seed, 64, 96, &[7, 95])), [7, 95]);
+        assert_eq!(find_outlier_columns(&WeightMatrix::from_f32("gate", 0, 0, vec![]).unwrap()), [0u32; 0]);
+    }
+
+    #[test]
+    fn every_finite_f16_becomes_the_same_f32() {
+        for bits in 0..=u16::MAX {
+            let x = f16::from_bits(bits);
+            if x.is_finite() {
+                assert_eq!(finite_to_f32(x).to_bits(), x.to_f32().to_bits(), "{bits:#x}");
+            }
+        }
+    }
+
+    #[test]
+    fn bytes_are_counted_and_copies_come_back_from_their_parts() {
+        let mut seed = 6;
+        let gate = gate(&mut seed, 10, 576, &[1]);
+        let p = GateCopy::from_gate(&gate, normals(&mut seed, 576), vec![1]).unwrap();
+        assert_eq!((p.row_bytes(), p.codes().len()), (144, 10 * 144 + 48));
+        assert_eq!(p.n_bytes(), 10 * (144 + 4 + 4 + 2) + 4 * 577);
+        assert!(p.codes().as_slice().as_ptr().addr().is_multiple_of(64));
+        let again = GateCopy::try_new(p.parts.clone()).unwrap();
+        let x = normals(&mut seed, 576);
+        assert_eq!(again.score(&x), p.score(&x));
+    }
+
+    #[test]
+    fn parts_that_do_not_fit_are_refused_by_name() {
+        let mut seed = 7;
+        let gate = gate(&mut seed, 4, 32, &[]);
+        let good = GateCopy::from_gate(&gate, vec![0.0; 32], vec![3, 8]).unwrap().parts;
+        let refused = |change: &dyn Fn(&mut GateCopyParts)| {
+            let mut parts = good.clone();
+            change(&mut parts);
+            GateCopy::try_new(parts).unwrap_err()
+        };
+        let length = |part, expected, got| GateCopyError::Length { part, expected, got };
+        assert_eq!(refused(&|p| p.codes = WeightBytes::from_vec(vec![0; 32])), length("codes", 88, 32));
+        assert_eq!(refused(&|p| p.n_ff = 3), length("codes", 80, 88));
+        assert_eq!(refused(&|p| p.scales.push(1.0)), length("scales", 4, 5));
+        assert_eq!(refused(&|p| p.thresholds.clear()), length("thresholds", 4, 0));
+        assert_eq!(refused(&|p| p.mean.clear()), length("mean", 32, 0));
+        assert_eq!(refused(&|p| p.outliers.truncate(1)), length("outlier weights", 4, 8));
+        let outlier = |at, column| GateCopyError::Outlier { at, column, n_embd: 32 };
+        assert_eq!(refused(&|p| p.outliers = vec![3, 3]), outlier(1, 3));
+        assert_eq!(refused(&|p| p.outliers = vec![3, 32]), outlier(1, 32));
+        let number = |error| match error {
+            GateCopyError::Number { part, at, .. } => (part, at),
+            error => panic!("{error}"),
+        };
+        assert_eq!(number(refused(&|p| p.scales[1] = f32::NAN)), ("scales", 1));
+        assert_eq!(number(refused(&|p| p.mean[31] = f32::INFINITY)), ("mean", 31));
+        assert_eq!(number(refused(&|p| p.thresholds[2] = f32::NAN)), ("thresholds", 2));
+        assert_eq!(number(refused(&|p| p.outlier_weights[7] = f16::INFINITY)), ("outlier weights", 7));
+        let error = refused(&|p| p.n_embd = MAX_N_EMBD + 1);
+        assert_eq!(error, GateCopyError::TooWide { n_embd: MAX_N_EMBD + 1, max: MAX_N_EMBD });
+
+        let copy = |values: Vec<f32>, outliers| {
+            let gate = WeightMatrix::from_f32("blk.0.ffn_gate", 2, 2, values).unwrap();
+            GateCopy::from_gate(&gate, vec![0.0; 2], outliers).map(|_| ()).unwrap_err().to_string()
+        };
+        let says = "has inf in row 1, column 0, which cannot be copied";
+        assert_eq!(copy(vec![1.0, 2.0, f32::INFINITY, 3.0], vec![]), format!("`blk.0.ffn_gate` {says}"));
+        assert!(copy(vec![1.0, 2.0, 3.0, 1e5], vec![1]).contains("100000 in row 1, column 1"));
+        assert!(copy(vec![0.0; 4], vec![2]).contains("number 0 is 2"));
+        let quantised =
+            WeightMatrix::try_new("g", WeightType::Q8_0, 1, 32, WeightBytes::from_vec(vec![0; 34]));
+        assert!(GateCopy::from_gate(&quantised.unwrap(), vec![0.0; 31], vec![]).is_err());
     }
 }

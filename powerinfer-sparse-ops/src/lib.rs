@@ -32,5 +32,5 @@ pub use sets::{ActiveBatch, NeuronSet};
 pub use weight_type::WeightType;
 pub use weights::{
     DensePart, DownWeights, EmbeddingWeights, FfnWeights, HeadWeights, LayerWeights, Linear, LowRank,
-    NormWeights, PredictorWeights, ShapeError, WeightBytes, WeightMatrix,
+    NormWeights, PredictorWeights, ShapeError, WeightBytes, WeightMatrix, WeightOwner,
 };

@@ -6,10 +6,21 @@ use std::sync::Arc;
 
 use crate::{GateCopy, LayerId, ModelSpec, WeightType, block};
 
-/// A range of bytes kept alive by a shared owner: a mapped file, or a buffer.
+/// Who keeps the bytes of weights alive: a mapped file, or a buffer.
+pub trait WeightOwner: AsRef<[u8]> + Send + Sync {
+    /// Says that the bytes `range` will hardly be read again, so that their memory may serve others. They stay
+    /// readable, slower perhaps.
+    fn release(&self, range: Range<usize>) {
+        let _ = range;
+    }
+}
+
+impl WeightOwner for Vec<u8> {}
+
+/// A range of bytes kept alive by a shared owner.
 #[derive(Clone)]
 pub struct WeightBytes {
-    owner: Arc<dyn AsRef<[u8]> + Send + Sync>,
+    owner: Arc<dyn WeightOwner>,
     range: Range<usize>,
 }
 
@@ -18,7 +29,7 @@ impl WeightBytes {
     ///
     /// # Panics
     /// If the range lies outside the owner.
-    pub fn new(owner: Arc<dyn AsRef<[u8]> + Send + Sync>, range: Range<usize>) -> Self {
+    pub fn new(owner: Arc<dyn WeightOwner>, range: Range<usize>) -> Self {
         let len = (*owner).as_ref().len();
         assert!(range.start <= range.end && range.end <= len, "bytes {range:?} of {len}");
         Self { owner, range }
@@ -38,8 +49,14 @@ impl WeightBytes {
                 bytemuck::cast_slice(&self.0)
             }
         }
+        impl WeightOwner for Floats {}
         let range = 0..values.len() * 4;
         Self { owner: Arc::new(Floats(values)), range }
+    }
+
+    /// See [`WeightOwner::release`].
+    pub fn release(&self) {
+        self.owner.release(self.range.clone());
     }
 
     /// The bytes.
@@ -199,6 +216,11 @@ impl WeightMatrix {
         self.bytes.len()
     }
 
+    /// Says that the bytes will hardly be read again; see [`WeightOwner::release`].
+    pub fn release(&self) {
+        self.bytes.release();
+    }
+
     /// All rows.
     #[inline]
     pub fn bytes(&self) -> &[u8] {
@@ -287,6 +309,7 @@ fn words(buffer: Vec<u32>, n_bytes: usize) -> WeightBytes {
             bytemuck::cast_slice(&self.0)
         }
     }
+    impl WeightOwner for Words {}
     WeightBytes::new(Arc::new(Words(buffer)), 0..n_bytes)
 }
 

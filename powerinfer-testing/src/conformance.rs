@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use powerinfer_sparse_ops::reference::{ReferenceBackend, Rounding};
 use powerinfer_sparse_ops::{
-    Activation, ActiveMode, BackendError, FfnInput, HybridBackend, LayerId, ModelSpec, NeuronId, NeuronSet,
-    SeqId, StepCost, StepRow, Ticket, TokenId, WeightType,
+    Activation, ActiveMode, BackendError, FfnInput, GateCopy, HybridBackend, LayerId, ModelSpec, NeuronId,
+    NeuronSet, PredictorWeights, SeqId, StepCost, StepRow, Ticket, TokenId, WeightType,
 };
 
 use crate::drive::Drive;
@@ -48,6 +48,8 @@ const MODES: [ActiveMode; 3] = [ActiveMode::Dense, ActiveMode::Exact, ActiveMode
 /// If one is broken, naming it.
 pub fn run(subject: &Subject<'_>) {
     whole_models_match_the_reference(subject);
+    gate_copies_predict_as_the_reference_does(subject);
+    position_0_is_not_predicted_by_gate_copies(subject);
     c1_finish_adds(subject);
     c2_only_owned_neurons_count(subject);
     c3_inputs_may_be_reused(subject);
@@ -98,6 +100,91 @@ pub fn whole_models_match_the_reference(subject: &Subject<'_>) {
             }
         }
     }
+}
+
+/// Gate copies for predictors: results, cost, threads and allocations.
+pub fn gate_copies_predict_as_the_reference_does(subject: &Subject<'_>) {
+    let mode = ActiveMode::Predictor;
+    for family in Family::ALL {
+        let options = TinyOptions { family, n_embd: 288, n_ff: 150, ..TinyOptions::default() };
+        let model = TinyModel::new(options).with_gate_copies();
+        let mut slow = reference(&model);
+        let mut slow = Drive::new(&model.spec, vec![&mut slow], TOKENS.len());
+        let want = slow.step(0, &TOKENS, mode).to_vec();
+        slow.backends()[0].take_cost();
+        slow.step(0, &TOKENS[..4], mode);
+        let want_cost = slow.backends()[0].take_cost();
+        assert!(want_cost.active_neurons * 10 < want_cost.owned_neurons * 8, "{family:?}: {want_cost:?}");
+
+        let mut fast = loaded(subject, &model);
+        let mut fast = Drive::new(&model.spec, vec![fast.as_mut()], TOKENS.len());
+        let got = fast.step(0, &TOKENS, mode).to_vec();
+        assert_close(&format!("{family:?}, gate copies"), &got, &want, subject.nmse_limit);
+        fast.backends()[0].take_cost();
+        fast.step(0, &TOKENS[..4], mode);
+        let cost = fast.backends()[0].take_cost();
+        let kv_bytes = cost.kv_bytes / subject.kv_value_bytes * 4;
+        assert_eq!(StepCost { kv_bytes, ..cost }, want_cost, "C8: {family:?}, gate copies");
+        if let Some(count) = subject.count_allocations {
+            fast.step(0, &TOKENS, mode);
+            let n = count(&mut || {
+                fast.step(0, &TOKENS, mode);
+                fast.step(9, &TOKENS[..1], mode);
+            });
+            assert_eq!(n, 0, "C5: heap allocations of a step, {family:?}, gate copies");
+        }
+        for make in subject.same_bits {
+            let mut other = make(Arc::clone(&model.spec));
+            model.load_all(other.as_mut());
+            let mut other = Drive::new(&model.spec, vec![other.as_mut()], TOKENS.len());
+            assert!(other.step(0, &TOKENS, mode) == got, "C6: bits differ, {family:?}, gate copies");
+        }
+    }
+}
+
+/// The first token of a sequence is computed exactly and reads no predictor, whatever else the step has; a sparse
+/// file's own predictor is used there as everywhere.
+pub fn position_0_is_not_predicted_by_gate_copies(subject: &Subject<'_>) {
+    let mut model = TinyModel::new(TinyOptions::default());
+    let low_rank = model.predictors.clone();
+    model = model.with_gate_copies();
+    for predictor in &mut model.predictors {
+        if let PredictorWeights::GateCopy(copy) = predictor {
+            let never = vec![f32::INFINITY; copy.n_ff()];
+            let copy = GateCopy::clone(copy).with_thresholds(never).expect("one a neuron");
+            *predictor = PredictorWeights::GateCopy(Arc::new(copy));
+        }
+    }
+    let (mode, n_vocab) = (ActiveMode::Predictor, model.spec.n_vocab);
+    let mut backend = loaded(subject, &model);
+    let mut drive = Drive::new(&model.spec, vec![backend.as_mut()], TOKENS.len());
+    let exact = drive.step(0, &TOKENS, ActiveMode::Exact).to_vec();
+    drive.backends()[0].take_cost();
+    let together = drive.step(0, &TOKENS, mode).to_vec();
+    let cost = drive.backends()[0].take_cost();
+    let n_neurons: usize = model.spec.n_ff.iter().sum();
+    assert_eq!(cost.active_neurons, n_neurons as u64, "position 0 alone has active neurons");
+    let n_bytes: usize = model.predictors.iter().map(PredictorWeights::n_bytes).sum();
+    assert_eq!(cost.predictor_bytes, n_bytes as u64, "a predictor is read once a step");
+    assert_eq!(together[..n_vocab], exact[..n_vocab], "position 0 in a prompt");
+    assert_ne!(together[n_vocab..], exact[n_vocab..], "later positions are predicted");
+
+    assert_eq!(drive.step(0, &TOKENS[..1], mode), &exact[..n_vocab], "position 0 alone");
+    assert_eq!(drive.backends()[0].take_cost().predictor_bytes, 0, "nothing is predicted at position 0");
+    assert_close("the rest", drive.step(1, &TOKENS[1..], mode), &together[n_vocab..], NMSE_F32);
+
+    let other = SeqId(3);
+    drive.backends()[0].reserve(other, 64, TOKENS.len()).expect("64 positions fit");
+    let row = |seq, pos, ix: usize| StepRow { seq, pos, token: TokenId(TOKENS[ix]) };
+    let mixed = drive.rows(&[row(SeqId(0), 9, 3), row(other, 0, 0), row(other, 1, 1)], mode);
+    assert_eq!(mixed[n_vocab..2 * n_vocab], exact[..n_vocab], "position 0 beside another sequence");
+
+    model.predictors = low_rank;
+    let mut backend = loaded(subject, &model);
+    let mut drive = Drive::new(&model.spec, vec![backend.as_mut()], TOKENS.len());
+    drive.step(0, &TOKENS[..1], mode);
+    let cost = drive.backends()[0].take_cost();
+    assert!(cost.active_neurons < cost.owned_neurons && cost.predictor_bytes > 0, "{cost:?}");
 }
 
 /// A layer's FFN of the subject alone, with random input.
@@ -308,22 +395,35 @@ pub fn c7_the_caller_owns_lengths(subject: &Subject<'_>) {
     drive.backends()[0].release(fork);
 }
 
-/// C8: the cost of a step is that of the reference, which counts row by row.
+/// C8: the cost of a small step is that of the reference, which counts row by row. In a large one a backend may read
+/// and compute neurons that no row wants, and says so.
 pub fn c8_cost_is_exact(subject: &Subject<'_>) {
     for family in Family::ALL {
         for down_by_neuron in [true, false] {
             let model = TinyModel::new(TinyOptions { family, down_by_neuron, ..TinyOptions::default() });
             for mode in MODES {
-                let cost = |backend: &mut dyn HybridBackend, value_bytes: u64| {
+                let cost = |backend: &mut dyn HybridBackend, value_bytes: u64, n: usize| {
                     let mut drive = Drive::new(&model.spec, vec![backend], TOKENS.len());
-                    drive.step(0, &TOKENS, mode);
+                    for (at, tokens) in (0..).step_by(n).zip(TOKENS.chunks(n)) {
+                        drive.step(at, tokens, mode);
+                    }
                     let cost = drive.backends()[0].take_cost();
                     assert_eq!(drive.backends()[0].take_cost(), StepCost::default(), "C8: taken once");
                     StepCost { kv_bytes: cost.kv_bytes / value_bytes, ..cost }
                 };
-                let want = cost(&mut reference(&model), 4);
-                let got = cost(loaded(subject, &model).as_mut(), subject.kv_value_bytes);
-                assert_eq!(got, want, "C8: {family:?}, {mode:?}, down by neuron {down_by_neuron}");
+                let what = format!("C8: {family:?}, {mode:?}, down by neuron {down_by_neuron}");
+                for n in [1, 4] {
+                    let want = cost(&mut reference(&model), 4, n);
+                    let got = cost(loaded(subject, &model).as_mut(), subject.kv_value_bytes, n);
+                    assert_eq!(got, want, "{what}, steps of {n}");
+                }
+                let least = cost(&mut reference(&model), 4, TOKENS.len());
+                let got = cost(loaded(subject, &model).as_mut(), subject.kv_value_bytes, TOKENS.len());
+                let of_model = |c: StepCost| (c.active_neurons, c.fired_neurons, c.owned_neurons, c.kv_bytes);
+                assert_eq!(of_model(got), of_model(least), "{what}, one step");
+                let of_backend = |c: StepCost| [c.weight_bytes, c.gate_rows, c.up_rows, c.down_rows];
+                let mut pairs = of_backend(got).into_iter().zip(of_backend(least));
+                assert!(pairs.all(|(got, least)| got >= least), "{what}: {got:?} below {least:?}");
             }
         }
     }

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use powerinfer_sparse_ops::{
-    Activation, BlockKind, DensePart, DownWeights, EmbeddingWeights, FfnWeights, Gating, HeadWeights,
-    HybridBackend, LayerId, LayerWeights, Linear, LowRank, ModelSpec, NeuronSet, Norm, NormKind, NormWeights,
-    PredictorWeights, Rope, RopeKind, RopeScaling, WeightBytes, WeightMatrix, WeightType, block,
+    Activation, BlockKind, DensePart, DownWeights, EmbeddingWeights, FfnWeights, GateCopy, Gating,
+    HeadWeights, HybridBackend, LayerId, LayerWeights, Linear, LowRank, ModelSpec, NeuronSet, Norm, NormKind,
+    NormWeights, PredictorWeights, Rope, RopeKind, RopeScaling, WeightBytes, WeightMatrix, WeightType, block,
 };
 
 /// Seeded random numbers that are the same on every machine (SplitMix64).
@@ -137,6 +137,37 @@ impl TinyModel {
         Self { spec, dense, ffn, predictors }
     }
 
+    /// The same model with 2-bit copies of its gates (of up in models without gates) for predictors, with two columns kept
+    /// apart. About a third of the neurons pass; one of 16 always does and one never.
+    pub fn with_gate_copies(mut self) -> Self {
+        const N_DRAWS: usize = 16;
+        let mut random = Random::new(23);
+        self.predictors = self
+            .ffn
+            .iter()
+            .map(|ffn| {
+                let gate = ffn.gate.as_ref().unwrap_or(&ffn.up);
+                let (n_ff, n_embd) = (gate.n_rows(), gate.n_cols());
+                let copy = GateCopy::from_gate(gate, random.normals(n_embd, 0.1), vec![3, 17]);
+                let copy = copy.expect("finite weights and ascending columns");
+                let draws: Vec<Vec<f32>> =
+                    (0..N_DRAWS).map(|_| copy.score(&random.normals(n_embd, 1.0))).collect();
+                let threshold = |neuron| {
+                    let mut scores: Vec<f32> = draws.iter().map(|scores| scores[neuron]).collect();
+                    scores.sort_by(f32::total_cmp);
+                    match neuron % 16 {
+                        0 => f32::NEG_INFINITY,
+                        1 => f32::INFINITY,
+                        _ => scores[N_DRAWS * 2 / 3],
+                    }
+                };
+                let thresholds = (0..n_ff).map(threshold).collect();
+                PredictorWeights::GateCopy(Arc::new(copy.with_thresholds(thresholds).expect("one a neuron")))
+            })
+            .collect();
+        self
+    }
+
     /// Loads the dense parts and predictors into a home backend.
     pub fn load_home(&self, backend: &mut dyn HybridBackend) {
         for part in &self.dense {
@@ -145,6 +176,7 @@ impl TinyModel {
         for (layer, predictor) in (0..).map(LayerId).zip(&self.predictors) {
             backend.load_predictor(layer, predictor.clone()).expect("predictors are F32");
         }
+        backend.load_done(&mut |_, _| {}).expect("tiny models fit into memory");
     }
 
     /// Loads the neurons that `owned` gives for each layer.
@@ -152,6 +184,7 @@ impl TinyModel {
         for (layer, ffn) in (0..).map(LayerId).zip(&self.ffn) {
             backend.load_ffn(layer, ffn.clone(), &owned(layer)).expect("tiny models have supported types");
         }
+        backend.load_done(&mut |_, _| {}).expect("tiny models fit into memory");
     }
 
     /// Loads everything into one backend.

@@ -2,11 +2,11 @@
 
 use std::time::Instant;
 
-use powerinfer_core::{ActiveMode, Session, SessionOptions, TokenId};
+use powerinfer_core::{ActiveMode, SessionOptions, TokenId};
 use serde::Serialize;
 
 use crate::args::BenchArgs;
-use crate::bandwidth;
+use crate::bandwidth::{self, kib_field};
 use crate::error::CliError;
 use crate::options::{self, Loaded};
 use crate::output::{bytes, percent, print, print_json, say, table};
@@ -31,30 +31,45 @@ struct Outcome {
     repeats: u32,
     prefill_tok_s: Figure,
     decode_tok_s: Figure,
+    /// From the start of loading to the logits behind the prompt, once; in later modes the file is in memory already.
+    first_token_s: f64,
+    /// Part of that which loading took; the same for every mode.
+    load_s: f64,
     /// Weights and KV cache read per decoded token.
     bytes_per_token: f64,
+    /// Those bytes times the tokens per second.
+    read_bytes_s: f64,
     active_share: f64,
     fired_share: f64,
     /// What the same number of threads reads from memory; null if it was not measured.
     stream_bytes_s: Option<f64>,
     /// Share of that which decoding read.
     stream_share: Option<f64>,
+    /// The most memory this process had until then, mapped file pages included; null where the system does not tell.
+    peak_rss_bytes: Option<u64>,
 }
 
 pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
+    let start = Instant::now();
     let loaded = Loaded::new(&args.model, None)?;
+    let load_s = start.elapsed().as_secs_f64();
     let threads = options::threads(&args.model.device);
     let modes = options::modes(&args.mode, &loaded.model);
     if !args.json {
         loaded.say_notes();
     }
+    let mut outcomes = Vec::new();
+    for mode in modes {
+        outcomes.push(measure(args, &loaded, mode, threads, load_s)?);
+    }
+    // Last, because its buffer would be the peak of the memory.
     let stream = if args.no_stream { None } else { bandwidth::measure(threads) };
     if stream.is_none() && !args.no_stream {
         say("warning: not enough memory or threads to measure the memory's bandwidth");
     }
-    let mut outcomes = Vec::new();
-    for mode in modes {
-        outcomes.push(measure(args, &loaded, mode, threads, stream)?);
+    for outcome in &mut outcomes {
+        outcome.stream_bytes_s = stream;
+        outcome.stream_share = stream.map(|stream| outcome.read_bytes_s / stream);
     }
     if !args.json {
         return print_outcomes(&outcomes, args, threads, stream);
@@ -70,12 +85,14 @@ fn measure(
     loaded: &Loaded,
     mode: ActiveMode,
     threads: usize,
-    stream: Option<f64>,
+    load_s: f64,
 ) -> Result<Outcome, CliError> {
     let model = &loaded.model;
     let n_ctx = args.n_prompt as usize + args.n_gen as usize;
-    let mut session = model.session(&SessionOptions { n_ctx: Some(n_ctx), mode: Some(mode) })?;
     let prompt = random_ids(args.n_prompt as usize, model.tokenizer().n_vocab());
+    let start = Instant::now();
+    let mut session = model.session(&SessionOptions { n_ctx: Some(n_ctx), mode: Some(mode) })?;
+    let mut first_token_s = load_s + start.elapsed().as_secs_f64();
     let (mut prefill, mut decode) = (Vec::new(), Vec::new());
     for repeat in 0..=args.repeats {
         session.rewind(0)?;
@@ -89,45 +106,40 @@ fn measure(
         }
         let decode_s = start.elapsed().as_secs_f64();
         // The first one pages in the weights.
-        if repeat > 0 {
+        if repeat == 0 {
+            first_token_s += prefill_s;
+        } else {
             prefill.push(f64::from(args.n_prompt) / prefill_s);
             decode.push(f64::from(args.n_gen) / decode_s);
         }
     }
-    Ok(outcome(args, loaded, &session, threads, stream, (figure(prefill), figure(decode))))
-}
-
-fn outcome(
-    args: &BenchArgs,
-    loaded: &Loaded,
-    session: &Session,
-    threads: usize,
-    stream: Option<f64>,
-    (prefill_tok_s, decode_tok_s): (Figure, Figure),
-) -> Outcome {
     let stats = session.stats().decode;
-    let bytes_per_token = stats.bytes_per_token();
-    Outcome {
+    let (prefill_tok_s, decode_tok_s) = (figure(prefill), figure(decode));
+    Ok(Outcome {
         model: loaded.source.name(),
-        mode: session.mode().name(),
-        backends: loaded.model.backends().iter().map(|b| format!("{}: {}", b.name, b.description)).collect(),
+        mode: mode.name(),
+        backends: model.backends().iter().map(|b| format!("{}: {}", b.name, b.description)).collect(),
         threads,
         n_prompt: args.n_prompt,
         n_gen: args.n_gen,
         repeats: args.repeats,
-        bytes_per_token,
+        first_token_s,
+        load_s,
+        bytes_per_token: stats.bytes_per_token(),
+        read_bytes_s: stats.bytes_per_token() * decode_tok_s.median,
         active_share: stats.active_share(),
         fired_share: stats.fired_share(),
-        stream_bytes_s: stream,
-        stream_share: stream.map(|stream| stream_share(bytes_per_token, decode_tok_s.median, stream)),
+        stream_bytes_s: None,
+        stream_share: None,
+        peak_rss_bytes: peak_rss_bytes(),
         prefill_tok_s,
         decode_tok_s,
-    }
+    })
 }
 
-/// The part of the memory's speed that decoding reaches.
-fn stream_share(bytes_per_token: f64, tok_s: f64, stream_bytes_s: f64) -> f64 {
-    bytes_per_token * tok_s / stream_bytes_s
+/// The most memory this process ever had, where the system tells.
+fn peak_rss_bytes() -> Option<u64> {
+    kib_field(&std::fs::read_to_string("/proc/self/status").ok()?, "VmHWM:")
 }
 
 fn figure(all: Vec<f64>) -> Figure {
@@ -170,10 +182,25 @@ fn print_outcomes(
         "prompt of {} tokens, {} decoded, {threads} threads; median (min..max) of {}",
         args.n_prompt, args.n_gen, args.repeats
     ));
+    if let Some(first) = outcomes.first() {
+        say(&format!("loaded in {:.3} s", first.load_s));
+    }
     if let Some(stream) = stream {
         say(&format!("reading memory: {:.2} GB/s", stream / 1e9));
     }
-    let head = ["mode", "prefill tok/s", "decode tok/s", "bytes/token", "active", "fired", "of memory speed"];
+    let head = [
+        "mode",
+        "prefill tok/s",
+        "decode tok/s",
+        "bytes/token",
+        "GB/s",
+        "of memory speed",
+        "active",
+        "fired",
+        "first token",
+        "peak memory",
+    ];
+    let unknown = || "?".to_owned();
     let spread = |f: &Figure| format!("{:.1} ({:.1}..{:.1})", f.median, f.min, f.max);
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     rows.extend(outcomes.iter().map(|o| {
@@ -182,9 +209,13 @@ fn print_outcomes(
             spread(&o.prefill_tok_s),
             spread(&o.decode_tok_s),
             bytes(o.bytes_per_token),
+            format!("{:.2}", o.read_bytes_s / 1e9),
+            // Caches may be faster than memory.
+            o.stream_share.map_or_else(unknown, percent),
             percent(o.active_share),
             percent(o.fired_share),
-            o.stream_share.map_or_else(|| "?".to_owned(), percent),
+            format!("{:.3} s", o.first_token_s),
+            o.peak_rss_bytes.map_or_else(unknown, |n| bytes(n as f64)),
         ]
     }));
     print(&table(&rows))
@@ -201,14 +232,6 @@ mod tests {
         assert_eq!(odd.all, [3.0, 1.0, 2.0]);
         assert_eq!(figure(vec![4.0, 1.0, 2.0, 3.0]).median, 2.5);
         assert_eq!(figure(vec![7.0]).median, 7.0);
-    }
-
-    #[test]
-    fn the_share_is_what_decoding_reads_of_what_memory_gives() {
-        // 1 GB for each of 5 tokens a second, of 20 GB a second.
-        assert_eq!(stream_share(1e9, 5.0, 20e9), 0.25);
-        // Caches may be faster than memory.
-        assert_eq!(stream_share(1e9, 50.0, 25e9), 2.0);
     }
 
     #[test]

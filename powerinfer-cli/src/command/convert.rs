@@ -4,7 +4,7 @@ use crate::args::ConvertArgs;
 use crate::convert::{ConvertRequest, convert};
 use crate::error::CliError;
 use crate::options;
-use crate::output::{print, progress_bar};
+use crate::output::{print, with_tensor_bar};
 
 pub(crate) fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let request = ConvertRequest {
@@ -17,12 +17,6 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<(), CliError> {
         replace: args.force,
         ..ConvertRequest::new(&args.model, &args.predictor, &args.out)
     };
-    let bar = progress_bar(0, "{bar:40} {bytes}/{total_bytes}, {eta} left  {msg}");
-    let report = convert(&request, &mut |name, done, total| {
-        bar.set_length(total);
-        bar.set_position(done);
-        bar.set_message(name.to_owned());
-    })?;
-    bar.finish_and_clear();
+    let report = with_tensor_bar(|progress| convert(&request, progress))?;
     print(&format!("{}: {report}\n", args.out.display()))
 }

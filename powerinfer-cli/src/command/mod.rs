@@ -8,4 +8,5 @@ pub(crate) mod generate;
 pub(crate) mod inspect;
 pub(crate) mod logits;
 pub(crate) mod perplexity;
+pub(crate) mod quantize;
 pub(crate) mod tokenize;

@@ -9,6 +9,8 @@ use tempfile::TempDir;
 
 use super::*;
 
+mod quantize;
+
 const N_EMBD: usize = 32;
 const N_FF: usize = 64;
 const N_VOCAB: usize = 48;

@@ -7,16 +7,22 @@
 //! The bits of a result depend on the level, the row and the vector, and on nothing else: the form for
 //! several vectors does for each what the form for one does, in the same order.
 
+use std::ops::Range;
+
 use powerinfer_sparse_ops::WeightType;
 
 use crate::input::Input;
 use crate::level::CpuLevel;
+use crate::planar::{Planar, PlanarRow};
+use crate::rows::Rows;
 
+pub(crate) mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod gate_copy;
+pub(crate) mod gemm;
 mod scalar;
 
 pub(crate) use gate_copy::{GATE_TILE, GateToken, gate_word};
@@ -28,43 +34,139 @@ pub(crate) const TILE: usize = 4;
 /// Rows that are added at once, so that `acc` is read and written once for all of them.
 pub(crate) const AXPY_ROWS: usize = 4;
 
+/// A row of weights, in one of the forms that there are kernels for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Row<'a> {
+    /// F32, F16 and BF16.
+    Floats(Floats<'a>),
+    /// Q8_0, Q4_0 and Q4_1, see [`planar`](crate::planar).
+    Planar(Planar, PlanarRow<'a>),
+    /// Every other type, in the blocks of the file.
+    Blocks(WeightType, &'a [u8]),
+}
+
 /// Dot products of one row of weights with the vectors `rows` of `x`.
 ///
 /// # Shapes
 /// `row` holds `x.n_cols()` weights; `out [rows.len()]`.
-pub(crate) fn dot_rows(
-    level: CpuLevel,
-    ty: WeightType,
-    row: &[u8],
-    x: &Input<'_>,
-    rows: &[usize],
-    out: &mut [f32],
-) {
-    debug_assert_eq!(ty.row_bytes(x.n_cols()), Some(row.len()));
+pub(crate) fn dot_rows(level: CpuLevel, row: Row<'_>, x: &Input<'_>, rows: &[usize], out: &mut [f32]) {
     let (tiles, rest) = rows.as_chunks::<TILE>();
     let (out_tiles, out_rest) = out.as_chunks_mut::<TILE>();
     for (tile, out) in tiles.iter().zip(out_tiles) {
-        *out = dot(level, ty, row, x, *tile);
+        *out = dot(level, row, x, *tile);
     }
     for (&one, out) in rest.iter().zip(out_rest) {
-        [*out] = dot(level, ty, row, x, [one]);
+        [*out] = dot(level, row, x, [one]);
     }
+}
+
+/// Rows whose products with one vector are computed at once, so that one need not wait for the other.
+const DOT_ROWS: usize = 4;
+
+/// Dot products of the rows `list` of `w` with the first vector of `x`; asks the memory for the next rows meanwhile.
+///
+/// # Shapes
+/// `out [≥ list.len()]`.
+pub(crate) fn dot_list(level: CpuLevel, w: &Rows, list: &[u32], x: &Input<'_>, out: &mut [f32]) {
+    let (groups, rest) = list.as_chunks::<DOT_ROWS>();
+    for (i, (group, out)) in groups.iter().zip(out.as_chunks_mut().0).enumerate() {
+        if let Some(next) = groups.get(i + 1) {
+            next.iter().for_each(|&row| prefetch(w.bytes(row as usize)));
+        }
+        *out = dot_group(level, group.map(|row| w.row(row as usize)), x);
+    }
+    for (&row, out) in rest.iter().zip(&mut out[list.len() - rest.len()..]) {
+        [*out] = dot_group(level, [w.row(row as usize)], x);
+    }
+}
+
+/// Dot products of the rows `rows` of `w` with the first vector of `x`.
+///
+/// # Shapes
+/// `out [rows.len()]`.
+pub(crate) fn dot_run(level: CpuLevel, w: &Rows, rows: Range<usize>, x: &Input<'_>, out: &mut [f32]) {
+    let (groups, rest) = out.as_chunks_mut::<DOT_ROWS>();
+    let mut row = rows.start;
+    for out in groups {
+        *out = dot_group(level, std::array::from_fn::<_, DOT_ROWS, _>(|i| w.row(row + i)), x);
+        row += DOT_ROWS;
+    }
+    for out in rest {
+        [*out] = dot_group(level, [w.row(row)], x);
+        row += 1;
+    }
+}
+
+/// Dot products of `R` rows with the first vector of `x`.
+fn dot_group<const R: usize>(level: CpuLevel, rows: [Row<'_>; R], x: &Input<'_>) -> [f32; R] {
+    #[cfg(target_arch = "x86_64")]
+    if let CpuLevel::Avx512(level) = level
+        && let Row::Floats(first) = rows[0]
+    {
+        let mut floats = [first; R];
+        for (floats, row) in floats.iter_mut().zip(rows) {
+            let Row::Floats(row) = row else { unreachable!("rows of one matrix have one type") };
+            *floats = row;
+        }
+        return avx512::float::dot_tile(level, floats, x.f32s([0])).map(|[sum]| sum);
+    }
+    rows.map(|row| dot(level, row, x, [0])[0])
+}
+
+/// Asks the memory for bytes that are read soon.
+#[inline]
+pub(crate) fn prefetch(bytes: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in bytes.chunks(64) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: PREFETCH-ANYWHERE: a prefetch of any address has no effect but on the caches.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = bytes;
 }
 
 /// Dot products of one row of weights with `T` vectors.
 pub(crate) fn dot<const T: usize>(
     level: CpuLevel,
-    ty: WeightType,
-    row: &[u8],
+    row: Row<'_>,
     x: &Input<'_>,
     rows: [usize; T],
 ) -> [f32; T] {
+    match row {
+        Row::Floats(w) => dot_floats(level, w, x.f32s(rows)),
+        Row::Planar(kind, w) => match level {
+            CpuLevel::Scalar => scalar::dot::dot_planar(kind, w, x.x8s(rows)),
+            #[cfg(target_arch = "x86_64")]
+            CpuLevel::Avx2(level) => avx2::dot::dot_planar(level, kind, w, x.x8s(rows)),
+            #[cfg(target_arch = "x86_64")]
+            CpuLevel::Avx512(level) => avx512::int8::dot(level, kind, w, x.x8s(rows)),
+        },
+        Row::Blocks(ty, w) => match level {
+            CpuLevel::Scalar => scalar::dot::dot(ty, w, x, rows),
+            #[cfg(target_arch = "x86_64")]
+            CpuLevel::Avx2(level) => avx2::dot::dot(level, ty, w, x, rows),
+            #[cfg(target_arch = "x86_64")]
+            CpuLevel::Avx512(level) => match ty {
+                WeightType::Q4_K | WeightType::Q5_K | WeightType::Q6_K => {
+                    avx512::kquant::dot(level, ty, w, x.x8ks(rows))
+                }
+                _ => avx2::dot::dot(level.avx2(), ty, w, x, rows),
+            },
+        },
+    }
+}
+
+fn dot_floats<const T: usize>(level: CpuLevel, w: Floats<'_>, x: [&[f32]; T]) -> [f32; T] {
     match level {
-        CpuLevel::Scalar => scalar::dot::dot(ty, row, x, rows),
+        CpuLevel::Scalar => scalar::dot::dot_floats(w, x),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx2(level) => avx2::dot::dot(level, ty, row, x, rows),
+        CpuLevel::Avx2(level) => avx2::dot::dot_floats(level, w, x),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(level) => avx2::dot::dot(level.avx2(), ty, row, x, rows),
+        CpuLevel::Avx512(level) => {
+            let [sums] = avx512::float::dot_tile(level, [w], x);
+            sums
+        }
     }
 }
 
@@ -75,15 +177,10 @@ pub(crate) fn dot<const T: usize>(
 ///
 /// # Panics
 /// If `ty` is quantised.
+#[cfg(test)]
 pub(crate) fn dot_f32(level: CpuLevel, ty: WeightType, row: &[u8], x: &[f32]) -> f32 {
     let Some(floats) = Floats::of_row(ty, row) else { unreachable!("{ty} is no plain float type") };
-    let [sum] = match level {
-        CpuLevel::Scalar => scalar::dot::dot_floats(floats, [x]),
-        #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx2(level) => avx2::dot::dot_floats(level, floats, [x]),
-        #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(level) => avx2::dot::dot_floats(level.avx2(), floats, [x]),
-    };
+    let [sum] = dot_floats(level, floats, [x]);
     sum
 }
 
@@ -107,7 +204,7 @@ pub(crate) fn axpy<const N: usize>(
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2(level) => avx2::axpy::axpy(level, ty, a, rows, acc),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(level) => avx2::axpy::axpy(level.avx2(), ty, a, rows, acc),
+        CpuLevel::Avx512(level) => avx512::axpy::axpy(level, ty, a, rows, acc),
     }
 }
 
@@ -128,7 +225,7 @@ pub(crate) fn axpy_scaled(
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2(level) => avx2::axpy::axpy_scaled(level, terms, scales, values, acc),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(level) => avx2::axpy::axpy_scaled(level.avx2(), terms, scales, values, acc),
+        CpuLevel::Avx512(level) => avx512::axpy::axpy_scaled(level, terms, scales, values, acc),
     }
 }
 
@@ -138,7 +235,7 @@ pub(crate) const AXPY_TYPES: [WeightType; 5] =
 
 /// A vector in one of the plain float types.
 #[derive(Clone, Copy, Debug)]
-enum Floats<'a> {
+pub(crate) enum Floats<'a> {
     F32(&'a [f32]),
     F16(&'a [u16]),
     BF16(&'a [u16]),
@@ -146,7 +243,7 @@ enum Floats<'a> {
 
 impl<'a> Floats<'a> {
     /// The weights of a row, if they are plain floats.
-    fn of_row(ty: WeightType, row: &'a [u8]) -> Option<Self> {
+    pub(crate) fn of_row(ty: WeightType, row: &'a [u8]) -> Option<Self> {
         match ty {
             WeightType::F32 => Some(Self::F32(bytemuck::cast_slice(row))),
             WeightType::F16 => Some(Self::F16(bytemuck::cast_slice(row))),

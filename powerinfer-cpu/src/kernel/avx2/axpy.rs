@@ -124,9 +124,9 @@ macro_rules! axpy_blocks {
                 let acc8 = acc.as_chunks_mut::<8>().0;
                 for j in 0..N {
                     let block = &rows[j][i];
-                    let factor = _mm256_set1_ps(a[j] * f16_to_f32(block.d));
-                    let q = $unpack(block);
-                    add_scaled(&mut sums, factor, q);
+                    let (d, q) = (_mm256_set1_ps(f16_to_f32(block.d)), $unpack(block));
+                    // Exact: 11 and 8 significant bits.
+                    add_scaled(&mut sums, _mm256_set1_ps(a[j]), q.map(|q| _mm256_mul_ps(d, q)));
                 }
                 for k in 0..4 {
                     store_f32(sums[k], &mut acc8[k]);

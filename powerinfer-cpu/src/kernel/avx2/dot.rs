@@ -8,8 +8,8 @@ use std::arch::x86_64::*;
 
 use powerinfer_sparse_ops::WeightType;
 use powerinfer_sparse_ops::block::{
-    BlockIq4Nl, BlockMxfp4, BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1,
-    BlockQ5K, BlockQ6K, BlockQ8_0, BlockQ8K, IQ4_NL_VALUES, MXFP4_VALUES,
+    BlockIq4Nl, BlockMxfp4, BlockQ2K, BlockQ3K, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8K,
+    IQ4_NL_VALUES, MXFP4_VALUES,
 };
 
 use super::super::Floats;
@@ -17,8 +17,9 @@ use super::load::{
     chunks, f16_to_f32, first, five_bits, load_bf16, load_f16, load_f32, load16, load32, nibbles,
     prefetch_behind, sum_f32,
 };
-use crate::input::{BlockX8, Input};
+use crate::input::Input;
 use crate::level::Avx2;
+use crate::planar::{GROUP, Planar, PlanarRow, PlanarX};
 
 pub(in crate::kernel) fn dot<const T: usize>(
     _: Avx2,
@@ -31,6 +32,17 @@ pub(in crate::kernel) fn dot<const T: usize>(
     unsafe { dot_inner(ty, row, x, rows) }
 }
 
+/// Integers apart from scales.
+pub(in crate::kernel) fn dot_planar<const T: usize>(
+    _: Avx2,
+    kind: Planar,
+    row: PlanarRow<'_>,
+    x: [PlanarX<'_>; T],
+) -> [f32; T] {
+    // SAFETY: LEVEL-DETECTED.
+    unsafe { dot_planar_inner(kind, row, x) }
+}
+
 /// Plain floats.
 pub(in crate::kernel) fn dot_floats<const T: usize>(_: Avx2, w: Floats<'_>, x: [&[f32]; T]) -> [f32; T] {
     // SAFETY: LEVEL-DETECTED.
@@ -39,15 +51,9 @@ pub(in crate::kernel) fn dot_floats<const T: usize>(_: Avx2, w: Floats<'_>, x: [
 
 #[target_feature(enable = "avx2,fma,f16c")]
 fn dot_inner<const T: usize>(ty: WeightType, row: &[u8], x: &Input<'_>, rows: [usize; T]) -> [f32; T] {
-    if let Some(floats) = Floats::of_row(ty, row) {
-        return dot_floats_inner(floats, x.f32s(rows));
-    }
     match ty {
-        WeightType::Q8_0 => dot_q8_0(bytemuck::cast_slice(row), x.x8s(rows)),
-        WeightType::Q4_0 => dot_q4_0(bytemuck::cast_slice(row), x.x8s(rows)),
         WeightType::Q5_0 => dot_q5_0(bytemuck::cast_slice(row), x.x8s(rows)),
         WeightType::IQ4_NL => dot_iq4_nl(bytemuck::cast_slice(row), x.x8s(rows)),
-        WeightType::Q4_1 => dot_q4_1(bytemuck::cast_slice(row), x.x8s(rows)),
         WeightType::Q5_1 => dot_q5_1(bytemuck::cast_slice(row), x.x8s(rows)),
         WeightType::Q4_K => dot_q4_k(bytemuck::cast_slice(row), x.x8ks(rows)),
         WeightType::Q5_K => dot_q5_k(bytemuck::cast_slice(row), x.x8ks(rows)),
@@ -56,6 +62,15 @@ fn dot_inner<const T: usize>(ty: WeightType, row: &[u8], x: &Input<'_>, rows: [u
         WeightType::Q3_K => dot_q3_k(bytemuck::cast_slice(row), x.x8ks(rows)),
         WeightType::MXFP4 => dot_mxfp4(bytemuck::cast_slice(row), x.x8s(rows)),
         _ => unreachable!("dot with {ty}: every type has a kernel"),
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn dot_planar_inner<const T: usize>(kind: Planar, row: PlanarRow<'_>, x: [PlanarX<'_>; T]) -> [f32; T] {
+    match kind {
+        Planar::Q8_0 => dot_planar_q8_0(row, x),
+        Planar::Q4_0 => dot_planar_q4_0(row, x),
+        Planar::Q4_1 => dot_planar_q4_1(row, x),
     }
 }
 
@@ -111,11 +126,72 @@ fn products(q: __m256i, p: __m256i) -> __m256 {
     _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
 }
 
+/// The 32 integers of a block of a vector.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn load_x8(x: &PlanarX<'_>, block: usize) -> __m256i {
+    let [first, second] = x.block(block);
+    _mm256_set_m128i(load16(second), load16(first))
+}
+
+// Two blocks of a row after the other, each with a sum of its own in the lanes of a register.
+macro_rules! dot_planar {
+    ($name:ident, |$row:ident, $at:ident, $group:ident| $unpack:expr) => {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn $name<const T: usize>($row: PlanarRow<'_>, x: [PlanarX<'_>; T]) -> [f32; T] {
+            let n_blocks = $row.scales.len();
+            let mut sums = [[_mm256_setzero_ps(); 2]; T];
+            let mut offsets = [0f32; T];
+            for $at in 0..n_blocks {
+                // Blocks of this one's group.
+                let $group = GROUP.min(n_blocks - $at / GROUP * GROUP);
+                let q: __m256i = $unpack;
+                let d = f16_to_f32(half::f16::from_bits($row.scales[$at]));
+                let size = _mm256_abs_epi8(q);
+                for t in 0..T {
+                    let x = &x[t];
+                    let dots = products(size, _mm256_sign_epi8(load_x8(x, $at), q));
+                    let sum = &mut sums[t][$at % 2];
+                    *sum = _mm256_fmadd_ps(_mm256_set1_ps(d * x.d[$at]), dots, *sum);
+                }
+                if let Some(m) = $row.mins.get($at) {
+                    let m = f16_to_f32(half::f16::from_bits(*m));
+                    for t in 0..T {
+                        offsets[t] = m.mul_add(x[t].d[$at] * x[t].sums[$at] as f32, offsets[t]);
+                    }
+                }
+            }
+            let mut out = [0.0; T];
+            for t in 0..T {
+                out[t] = sum_f32(_mm256_add_ps(sums[t][0], sums[t][1])) + offsets[t];
+            }
+            out
+        }
+    };
+}
+
+dot_planar!(dot_planar_q8_0, |row, at, n| {
+    let halves = row.quants.as_chunks::<16>().0;
+    let first = at / GROUP * (2 * GROUP) + at % GROUP;
+    let (first, second) = (&halves[first], &halves[first + n]);
+    prefetch_behind(first);
+    _mm256_xor_si256(_mm256_set_m128i(load16(second), load16(first)), _mm256_set1_epi8(-128))
+});
+dot_planar!(dot_planar_q4_0, |row, at, _n| {
+    let qs = &row.quants.as_chunks::<16>().0[at];
+    prefetch_behind(qs);
+    _mm256_sub_epi8(nibbles(qs), _mm256_set1_epi8(8))
+});
+dot_planar!(dot_planar_q4_1, |row, at, _n| {
+    let qs = &row.quants.as_chunks::<16>().0[at];
+    prefetch_behind(qs);
+    nibbles(qs)
+});
+
 macro_rules! dot_signed {
     ($name:ident, $block:ty, $unpack:ident, $scale:expr) => {
         #[target_feature(enable = "avx2,fma,f16c")]
-        fn $name<const T: usize>(row: &[$block], x: [&[BlockX8]; T]) -> [f32; T] {
-            let x = first(x, row.len());
+        fn $name<const T: usize>(row: &[$block], x: [PlanarX<'_>; T]) -> [f32; T] {
             let mut sums = [[_mm256_setzero_ps(); 2]; T];
             let (pairs, last) = row.as_chunks::<2>();
             for (i, pair) in pairs.iter().enumerate() {
@@ -124,9 +200,9 @@ macro_rules! dot_signed {
                     let q = $unpack(&pair[j]);
                     let (d, size) = ($scale(&pair[j]), _mm256_abs_epi8(q));
                     for t in 0..T {
-                        let x = &x[t][2 * i + j];
-                        let dots = products(size, _mm256_sign_epi8(load32(&x.q), q));
-                        sums[t][j] = _mm256_fmadd_ps(_mm256_set1_ps(d * x.d), dots, sums[t][j]);
+                        let b = 2 * i + j;
+                        let dots = products(size, _mm256_sign_epi8(load_x8(&x[t], b), q));
+                        sums[t][j] = _mm256_fmadd_ps(_mm256_set1_ps(d * x[t].d[b]), dots, sums[t][j]);
                     }
                 }
             }
@@ -134,9 +210,9 @@ macro_rules! dot_signed {
                 let q = $unpack(block);
                 let (d, size) = ($scale(block), _mm256_abs_epi8(q));
                 for t in 0..T {
-                    let x = &x[t][row.len() - 1];
-                    let dots = products(size, _mm256_sign_epi8(load32(&x.q), q));
-                    sums[t][0] = _mm256_fmadd_ps(_mm256_set1_ps(d * x.d), dots, sums[t][0]);
+                    let b = row.len() - 1;
+                    let dots = products(size, _mm256_sign_epi8(load_x8(&x[t], b), q));
+                    sums[t][0] = _mm256_fmadd_ps(_mm256_set1_ps(d * x[t].d[b]), dots, sums[t][0]);
                 }
             }
             let mut out = [0.0; T];
@@ -146,18 +222,6 @@ macro_rules! dot_signed {
             out
         }
     };
-}
-
-#[target_feature(enable = "avx2")]
-#[inline]
-fn unpack_q8_0(b: &BlockQ8_0) -> __m256i {
-    load32(&b.qs)
-}
-
-#[target_feature(enable = "avx2")]
-#[inline]
-fn unpack_q4_0(b: &BlockQ4_0) -> __m256i {
-    _mm256_sub_epi8(nibbles(&b.qs), _mm256_set1_epi8(8))
 }
 
 #[target_feature(enable = "avx2")]
@@ -173,8 +237,6 @@ fn unpack_iq4_nl(b: &BlockIq4Nl) -> __m256i {
     _mm256_shuffle_epi8(values, nibbles(&b.qs))
 }
 
-dot_signed!(dot_q8_0, BlockQ8_0, unpack_q8_0, |b: &BlockQ8_0| f16_to_f32(b.d));
-dot_signed!(dot_q4_0, BlockQ4_0, unpack_q4_0, |b: &BlockQ4_0| f16_to_f32(b.d));
 dot_signed!(dot_q5_0, BlockQ5_0, unpack_q5_0, |b: &BlockQ5_0| f16_to_f32(b.d));
 #[target_feature(enable = "avx2")]
 #[inline]
@@ -189,8 +251,7 @@ dot_signed!(dot_iq4_nl, BlockIq4Nl, unpack_iq4_nl, |b: &BlockIq4Nl| f16_to_f32(b
 macro_rules! dot_offset {
     ($name:ident, $block:ty, $unpack:ident) => {
         #[target_feature(enable = "avx2,fma,f16c")]
-        fn $name<const T: usize>(row: &[$block], x: [&[BlockX8]; T]) -> [f32; T] {
-            let x = first(x, row.len());
+        fn $name<const T: usize>(row: &[$block], x: [PlanarX<'_>; T]) -> [f32; T] {
             let mut sums = [_mm256_setzero_ps(); T];
             let mut offsets = [0f32; T];
             for (i, block) in row.iter().enumerate() {
@@ -198,10 +259,10 @@ macro_rules! dot_offset {
                 let q = $unpack(block);
                 let (d, m) = (f16_to_f32(block.d), f16_to_f32(block.m));
                 for t in 0..T {
-                    let x = &x[t][i];
-                    let dots = products(q, load32(&x.q));
-                    sums[t] = _mm256_fmadd_ps(_mm256_set1_ps(d * x.d), dots, sums[t]);
-                    offsets[t] = m.mul_add(x.sum, offsets[t]);
+                    let x = &x[t];
+                    let dots = products(q, load_x8(x, i));
+                    sums[t] = _mm256_fmadd_ps(_mm256_set1_ps(d * x.d[i]), dots, sums[t]);
+                    offsets[t] = m.mul_add(x.d[i] * x.sums[i] as f32, offsets[t]);
                 }
             }
             let mut out = [0.0; T];
@@ -215,17 +276,10 @@ macro_rules! dot_offset {
 
 #[target_feature(enable = "avx2")]
 #[inline]
-fn unpack_q4_1(b: &BlockQ4_1) -> __m256i {
-    nibbles(&b.qs)
-}
-
-#[target_feature(enable = "avx2")]
-#[inline]
 fn unpack_q5_1(b: &BlockQ5_1) -> __m256i {
     five_bits(&b.qs, b.qh)
 }
 
-dot_offset!(dot_q4_1, BlockQ4_1, unpack_q4_1);
 dot_offset!(dot_q5_1, BlockQ5_1, unpack_q5_1);
 
 /// The `part`-th 32 bytes.

@@ -31,9 +31,12 @@ fn word_inner<const T: usize>(
     for t in 0..T {
         inputs[t] = tokens[t].q;
     }
-    let mut dots = [[0; T]; 64];
-    for (neuron, dots) in neurons.clone().zip(&mut dots) {
-        *dots = row_dots(rows.row(neuron), inputs);
+    let mut dots = [[0; 64]; T];
+    for (i, neuron) in neurons.clone().enumerate() {
+        let sums = row_dots(rows.row(neuron), inputs);
+        for t in 0..T {
+            dots[t][i] = sums[t];
+        }
     }
     active_bits(p, neurons, &dots, tokens)
 }

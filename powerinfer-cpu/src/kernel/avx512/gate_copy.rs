@@ -33,18 +33,17 @@ fn word_inner<const T: usize>(
     for t in 0..T {
         inputs[t] = &tokens[t].q[..rows.n_groups];
     }
-    let mut dots = [[0; T]; 64];
-    for (block, dots) in dots.as_chunks_mut::<ROWS>().0.iter_mut().enumerate() {
-        let start = neurons.start + block * ROWS;
-        if start >= neurons.end {
-            break;
-        }
+    let mut dots = [[0; 64]; T];
+    for first in (0..neurons.len()).step_by(ROWS) {
         // Behind the last row it is read again; what comes of it is not used.
         let mut block: [&[[u8; 64]]; ROWS] = [&[]; ROWS];
         for r in 0..ROWS {
-            block[r] = &rows.row((start + r).min(neurons.end - 1))[..rows.n_groups];
+            block[r] = &rows.row((neurons.start + first + r).min(neurons.end - 1))[..rows.n_groups];
         }
-        *dots = block_dots(rows.n_groups, block, inputs);
+        let sums = block_dots(rows.n_groups, block, inputs);
+        for t in 0..T {
+            dots[t][first..first + ROWS].copy_from_slice(&sums[t]);
+        }
     }
     active_bits(p, neurons, &dots, tokens)
 }
@@ -55,7 +54,7 @@ fn block_dots<const T: usize>(
     n_groups: usize,
     rows: [&[[u8; 64]]; ROWS],
     inputs: [&[[i8; 256]]; T],
-) -> [[i32; T]; ROWS] {
+) -> [[i32; ROWS]; T] {
     let three = _mm512_set1_epi8(3);
     let mut acc = [[_mm512_setzero_si512(); ROWS]; T];
     for g in 0..n_groups {
@@ -76,12 +75,9 @@ fn block_dots<const T: usize>(
             }
         }
     }
-    let mut dots = [[0; T]; ROWS];
+    let mut dots = [[0; ROWS]; T];
     for t in 0..T {
-        let sums = sums(acc[t]);
-        for r in 0..ROWS {
-            dots[r][t] = sums[r];
-        }
+        dots[t] = sums(acc[t]);
     }
     dots
 }

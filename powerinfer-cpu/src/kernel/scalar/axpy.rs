@@ -1,4 +1,5 @@
-//! `acc += a · row`, element by element: no sum runs across lanes, so every order gives the same bits.
+//! `acc += a · row`, element by element: no sum runs across lanes, and each row is added by one fused multiply-add
+//! with the exact weight, so the bits are the same at every level. (`d · q` of a block is exact in f32.)
 
 use powerinfer_sparse_ops::WeightType;
 
@@ -33,16 +34,15 @@ fn axpy_floats(a: f32, row: Floats<'_>, acc: &mut [f32]) {
 
 fn axpy_converted<W: Copy>(a: f32, w: &[W], acc: &mut [f32], to_f32: impl Fn(W) -> f32) {
     for (acc, &w) in acc.iter_mut().zip(w) {
-        *acc += a * to_f32(w);
+        *acc = a.mul_add(to_f32(w), *acc);
     }
 }
 
 fn axpy_blocks<B>(a: f32, row: &[B], acc: &mut [f32], unpack: impl Fn(&B) -> (f32, [i8; 32])) {
     for (acc, w) in acc.as_chunks_mut::<32>().0.iter_mut().zip(row) {
         let (d, q) = unpack(w);
-        let factor = a * d;
         for i in 0..32 {
-            acc[i] += factor * f32::from(q[i]);
+            acc[i] = a.mul_add(d * f32::from(q[i]), acc[i]);
         }
     }
 }

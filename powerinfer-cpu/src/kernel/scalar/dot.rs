@@ -14,12 +14,13 @@
 
 use powerinfer_sparse_ops::WeightType;
 use powerinfer_sparse_ops::block::{
-    BlockIq4Nl, BlockMxfp4, BlockQ4_0, BlockQ4_1, BlockQ5_0, BlockQ5_1, BlockQ8_0, dot_q2_k_q8_k,
-    dot_q3_k_q8_k, dot_q4_k_q8_k, dot_q5_k_q8_k, dot_q6_k_q8_k,
+    BlockIq4Nl, BlockMxfp4, BlockQ4_0, BlockQ5_0, BlockQ5_1, BlockQ8_0, dot_q2_k_q8_k, dot_q3_k_q8_k,
+    dot_q4_k_q8_k, dot_q5_k_q8_k, dot_q6_k_q8_k,
 };
 
 use super::super::Floats;
-use crate::input::{BlockX8, Input};
+use crate::input::Input;
+use crate::planar::{Planar, PlanarRow, PlanarX};
 
 pub(in crate::kernel) fn dot<const T: usize>(
     ty: WeightType,
@@ -27,15 +28,9 @@ pub(in crate::kernel) fn dot<const T: usize>(
     x: &Input<'_>,
     rows: [usize; T],
 ) -> [f32; T] {
-    if let Some(floats) = Floats::of_row(ty, row) {
-        return dot_floats(floats, x.f32s(rows));
-    }
     match ty {
-        WeightType::Q8_0 => x.x8s(rows).map(|x| dot_signed(bytemuck::cast_slice(row), x, unpack_q8_0)),
-        WeightType::Q4_0 => x.x8s(rows).map(|x| dot_signed(bytemuck::cast_slice(row), x, unpack_q4_0)),
         WeightType::Q5_0 => x.x8s(rows).map(|x| dot_signed(bytemuck::cast_slice(row), x, unpack_q5_0)),
         WeightType::IQ4_NL => x.x8s(rows).map(|x| dot_signed(bytemuck::cast_slice(row), x, unpack_iq4_nl)),
-        WeightType::Q4_1 => x.x8s(rows).map(|x| dot_offset(bytemuck::cast_slice(row), x, unpack_q4_1)),
         WeightType::Q5_1 => x.x8s(rows).map(|x| dot_offset(bytemuck::cast_slice(row), x, unpack_q5_1)),
         WeightType::Q4_K => x.x8ks(rows).map(|x| dot_q4_k_q8_k(bytemuck::cast_slice(row), x)),
         WeightType::Q5_K => x.x8ks(rows).map(|x| dot_q5_k_q8_k(bytemuck::cast_slice(row), x)),
@@ -45,6 +40,28 @@ pub(in crate::kernel) fn dot<const T: usize>(
         WeightType::MXFP4 => x.x8s(rows).map(|x| dot_signed(bytemuck::cast_slice(row), x, unpack_mxfp4)),
         _ => unreachable!("dot with {ty}: every type has a kernel"),
     }
+}
+
+/// Integers apart from scales.
+pub(in crate::kernel) fn dot_planar<const T: usize>(
+    kind: Planar,
+    row: PlanarRow<'_>,
+    x: [PlanarX<'_>; T],
+) -> [f32; T] {
+    x.map(|x| {
+        let (mut sum, mut offset) = (0.0, 0.0);
+        for (b, scale) in row.scales.iter().enumerate() {
+            let q = row.block(kind, b).map(i32::from);
+            let dot: i32 =
+                q.iter().zip(x.block(b).into_iter().flatten()).map(|(q, x)| q * i32::from(*x)).sum();
+            let d = half::f16::from_bits(*scale).to_f32();
+            sum += d * x.d[b] * (dot - kind.offset() * x.sums[b]) as f32;
+            if let Some(m) = row.mins.get(b) {
+                offset += half::f16::from_bits(*m).to_f32() * (x.d[b] * x.sums[b] as f32);
+            }
+        }
+        sum + offset
+    })
 }
 
 /// Plain floats.
@@ -78,11 +95,11 @@ fn sum8(s: [f32; 8]) -> f32 {
 /// Scale and signed values of a block.
 type Signed = (f32, [i8; 32]);
 
-fn dot_signed<B>(row: &[B], x: &[BlockX8], unpack: impl Fn(&B) -> Signed) -> f32 {
+fn dot_signed<B>(row: &[B], x: PlanarX<'_>, unpack: impl Fn(&B) -> Signed) -> f32 {
     let mut sum = 0.0;
-    for (w, x) in row.iter().zip(x) {
+    for (b, w) in row.iter().enumerate() {
         let (d, q) = unpack(w);
-        sum += d * x.d * dot_i8(&q, &x.q) as f32;
+        sum += d * x.d[b] * dot_i8(&q, x.block(b)) as f32;
     }
     sum
 }
@@ -90,18 +107,18 @@ fn dot_signed<B>(row: &[B], x: &[BlockX8], unpack: impl Fn(&B) -> Signed) -> f32
 /// Scale, offset and unsigned values of a block.
 type Offset = (f32, f32, [i8; 32]);
 
-fn dot_offset<B>(row: &[B], x: &[BlockX8], unpack: impl Fn(&B) -> Offset) -> f32 {
+fn dot_offset<B>(row: &[B], x: PlanarX<'_>, unpack: impl Fn(&B) -> Offset) -> f32 {
     let (mut sum, mut offset) = (0.0, 0.0);
-    for (w, x) in row.iter().zip(x) {
+    for (b, w) in row.iter().enumerate() {
         let (d, m, q) = unpack(w);
-        sum += d * x.d * dot_i8(&q, &x.q) as f32;
-        offset += m * x.sum;
+        sum += d * x.d[b] * dot_i8(&q, x.block(b)) as f32;
+        offset += m * (x.d[b] * x.sums[b] as f32);
     }
     sum + offset
 }
 
-fn dot_i8(a: &[i8], b: &[i8]) -> i32 {
-    a.iter().zip(b).map(|(&a, &b)| i32::from(a) * i32::from(b)).sum()
+fn dot_i8(a: &[i8; 32], b: [&[i8; 16]; 2]) -> i32 {
+    a.iter().zip(b.into_iter().flatten()).map(|(&a, &b)| i32::from(a) * i32::from(b)).sum()
 }
 
 pub(super) fn unpack_q8_0(b: &BlockQ8_0) -> Signed {
@@ -122,10 +139,6 @@ fn unpack_iq4_nl(b: &BlockIq4Nl) -> Signed {
 
 fn unpack_mxfp4(b: &BlockMxfp4) -> Signed {
     (b.scale(), b.quants())
-}
-
-fn unpack_q4_1(b: &BlockQ4_1) -> Offset {
-    (b.d.to_f32(), b.m.to_f32(), b.quants())
 }
 
 fn unpack_q5_1(b: &BlockQ5_1) -> Offset {

@@ -12,9 +12,9 @@ pub(in crate::kernel) fn word<const T: usize>(
     neurons: Range<usize>,
     tokens: [GateToken<'_>; T],
 ) -> [u64; T] {
-    let mut dots = [[0; T]; 64];
-    for (neuron, dots) in neurons.clone().zip(&mut dots) {
-        for (dot, token) in dots.iter_mut().zip(&tokens) {
+    let mut dots = [[0; 64]; T];
+    for (dots, token) in dots.iter_mut().zip(&tokens) {
+        for (neuron, dot) in neurons.clone().zip(dots) {
             *dot = rows.row(neuron).iter().zip(token.q).map(|(codes, q)| group_dot(codes, q)).sum();
         }
     }
