@@ -493,7 +493,7 @@ impl LayerStep<'_> {
                 let (groups, rest) = list.neurons().as_chunks::<AXPY_ROWS>();
                 for (i, (group, values)) in groups.iter().zip(list.values.as_chunks().0).enumerate() {
                     if let Some(next) = groups.get(i + 1) {
-                        next.iter().for_each(|neuron| prefetch(row(neuron)));
+                        next.iter().for_each(|&neuron| prefetch(down, neuron as usize));
                     }
                     axpy(self.level, down.ty(), *values, group.each_ref().map(row), sum);
                 }

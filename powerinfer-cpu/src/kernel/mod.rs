@@ -71,7 +71,7 @@ pub(crate) fn dot_list(level: CpuLevel, w: &Rows, list: &[u32], x: &Input<'_>, o
     let (groups, rest) = list.as_chunks::<DOT_ROWS>();
     for (i, (group, out)) in groups.iter().zip(out.as_chunks_mut().0).enumerate() {
         if let Some(next) = groups.get(i + 1) {
-            next.iter().for_each(|&row| prefetch(w.bytes(row as usize)));
+            next.iter().for_each(|&row| prefetch(w, row as usize));
         }
         *out = dot_group(level, group.map(|row| w.row(row as usize)), x);
     }
@@ -88,6 +88,8 @@ pub(crate) fn dot_run(level: CpuLevel, w: &Rows, rows: Range<usize>, x: &Input<'
     let (groups, rest) = out.as_chunks_mut::<DOT_ROWS>();
     let mut row = rows.start;
     for out in groups {
+        let ahead = row + 2 * DOT_ROWS;
+        (ahead..rows.end.min(ahead + DOT_ROWS)).for_each(|row| prefetch(w, row));
         *out = dot_group(level, std::array::from_fn::<_, DOT_ROWS, _>(|i| w.row(row + i)), x);
         row += DOT_ROWS;
     }
@@ -113,17 +115,22 @@ fn dot_group<const R: usize>(level: CpuLevel, rows: [Row<'_>; R], x: &Input<'_>)
     rows.map(|row| dot(level, row, x, [0])[0])
 }
 
-/// Asks the memory for bytes that are read soon.
+/// Asks the memory for a row that is read soon, where that gains something. Integers take so much computing that the
+/// processor does not look ahead far enough by itself: on one core of a 2.1 GHz Emerald Rapids, decoding 1.1 billion
+/// weights of Q4_0 became faster by a quarter. Plain floats became slower, gates of F16 read one after the other by
+/// as much.
 #[inline]
-pub(crate) fn prefetch(bytes: &[u8]) {
+pub(crate) fn prefetch(w: &Rows, row: usize) {
     #[cfg(target_arch = "x86_64")]
-    for line in bytes.chunks(64) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: PREFETCH-ANYWHERE: a prefetch of any address has no effect but on the caches.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+    if !w.ty().is_float() {
+        for line in w.bytes(row).chunks(64) {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            // SAFETY: PREFETCH-ANYWHERE: a prefetch of any address has no effect but on the caches.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+        }
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = bytes;
+    let _ = (w, row);
 }
 
 /// Dot products of one row of weights with `T` vectors.
