@@ -4,8 +4,6 @@ use half::f16;
 use powerinfer_testing::tiny::Random;
 
 use super::*;
-use crate::kernel::prefetch;
-use crate::memory::anonymous;
 
 /// A matrix and vectors, as plain numbers and in the planar forms.
 struct Case {
@@ -216,104 +214,6 @@ fn extreme_integers_do_not_overflow() {
             for q in [-128, -127, 127] {
                 Case::new(&mut random, kind, (21, 2, 5), |_| u, |_| q).check(level);
             }
-        }
-    }
-}
-
-/// Calls of `f` a nanosecond, `f` called with 0, 1, …, `n − 1`, 0, … for a while; of many short runs, one that was
-/// faster than most.
-fn speed_of(n: usize, mut f: impl FnMut(usize)) -> f64 {
-    const CALLS: usize = 32;
-    let start = std::time::Instant::now();
-    let mut times = Vec::new();
-    let mut at = 0;
-    while start.elapsed().as_secs_f64() < 0.5 {
-        let start = std::time::Instant::now();
-        for _ in 0..CALLS {
-            f(at);
-            at = (at + 1) % n;
-        }
-        times.push(start.elapsed().as_nanos() as f64);
-    }
-    times.sort_by(f64::total_cmp);
-    CALLS as f64 / times[times.len() / 10]
-}
-
-#[test]
-#[ignore = "prints speeds"]
-fn speed() {
-    const N: usize = 2048;
-    let Some(level) = Avx512::detect() else { return };
-    let mut random = Random::new(4);
-    for kind in KINDS {
-        let case = Case::new(&mut random, kind, (N / 32, 32, 64), any_weight, any_input);
-        // Rows and vectors at the addresses they have in a backend.
-        let mut q = vec![Line::zeroed(); case.x_q.len() / 64];
-        bytemuck::cast_slice_mut::<_, i8>(&mut q).copy_from_slice(&case.x_q);
-        let mut xs = case.xs();
-        for (x, q) in xs.iter_mut().zip(bytemuck::cast_slice::<_, i8>(&q).chunks(N)) {
-            x.q = q;
-        }
-        let n_quants = kind.quant_bytes(N);
-        let stride = n_quants + N / 16 * if kind == Planar::Q4_1 { 2 } else { 1 };
-        let mut tiles = vec![Cell::zeroed(); 64 * N / 32];
-        for (xs, tile) in xs.chunks(TILE_ROWS).zip(tiles.chunks_mut(TILE_ROWS * N / 32)) {
-            pack_x(kind, xs, tile);
-        }
-        let mut panel = vec![Line::zeroed(); panel_lines(kind, N / 32)];
-        for (place, n_bytes) in [("cache", 1 << 17), ("memory", 1 << 29)] {
-            let n_panels = n_bytes / stride / PANEL_ROWS;
-            let mut memory = anonymous(n_panels * PANEL_ROWS * stride, true).unwrap();
-            for (i, to) in memory.chunks_mut(stride).enumerate() {
-                let row = case.rows()[i % 32];
-                to[..n_quants].copy_from_slice(row.quants);
-                let (d, m) = to[n_quants..].split_at_mut(N / 16);
-                d.copy_from_slice(bytemuck::cast_slice(row.scales));
-                m.copy_from_slice(bytemuck::cast_slice(row.mins));
-            }
-            let bytes = |i: usize| memory.get(i * stride..(i + 1) * stride).unwrap_or_default();
-            let row = |i: usize| {
-                let (quants, scales) = bytes(i).split_at(n_quants);
-                let (scales, mins) = bytemuck::cast_slice(scales).split_at(N / 32);
-                PlanarRow { quants, scales, mins }
-            };
-            let rows = |p: usize| std::array::from_fn::<_, PANEL_ROWS, _>(|r| row(p * PANEL_ROWS + r));
-            let n_rows = n_panels * PANEL_ROWS;
-            let mut sink = 0.0;
-            let unasked = speed_of(n_rows, |i| sink += dot(level, kind, row(i), [xs[0]])[0]);
-            let one = speed_of(n_rows, |i| {
-                prefetch(bytes(i + 2));
-                sink += dot(level, kind, row(i), [xs[0]])[0];
-            });
-            let four = [xs[0], xs[1], xs[2], xs[3]];
-            let four = speed_of(n_rows, |i| {
-                prefetch(bytes(i + 2));
-                sink += dot(level, kind, row(i), four)[3];
-            });
-            let pack = speed_of(n_panels, |p| pack_panel(level, kind, &rows(p), &mut panel));
-            let [unasked, one, four, pack] =
-                [unasked, one, four, pack * PANEL_ROWS as f64].map(|x| x * stride as f64);
-            println!(
-                "{kind:?} from {place}: dot {one:.1} GB/s, {unasked:.1} unasked, {four:.1} with 4; pack {pack:.1}"
-            );
-            for n in [4usize, 8, 16, 64] {
-                let speed = speed_of(n_panels, |p| {
-                    pack_panel(level, kind, &rows(p), &mut panel);
-                    let n_tiles = n.div_ceil(TILE_ROWS);
-                    for (i, tile) in tiles[..n * N / 32].chunks(TILE_ROWS * N / 32).enumerate() {
-                        // A share of the next panel.
-                        for r in i * PANEL_ROWS / n_tiles..(i + 1) * PANEL_ROWS / n_tiles {
-                            prefetch(bytes((p + 1) * PANEL_ROWS + r));
-                        }
-                        gemm(level, kind, &panel, tile, tile.len() / (N / 32), &mut |_, y| sink += y[0]);
-                    }
-                });
-                println!("  product with {n}: {:.0} G/s", speed * (PANEL_ROWS * N * n) as f64);
-            }
-            let speed =
-                speed_of(1, |_| gemm(level, kind, &panel, &tiles[..512], 8, &mut |_, y| sink += y[0]));
-            println!("  product without packing: {:.0} G/s", speed * (PANEL_ROWS * N * 8) as f64);
-            assert!(sink.is_finite());
         }
     }
 }
