@@ -21,6 +21,7 @@
 
 mod attention;
 mod backend;
+mod certificate;
 mod cores;
 mod ffn;
 mod input;
@@ -36,7 +37,7 @@ mod relaid;
 mod rows;
 
 pub use attention::KvType;
-pub use backend::{CpuBackend, CpuOptions, WeightHome};
+pub use backend::{Certified, CpuBackend, CpuOptions, WeightHome};
 pub use cores::default_threads;
 pub use level::CpuLevel;
 #[cfg(target_arch = "x86_64")]
