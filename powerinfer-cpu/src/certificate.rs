@@ -119,14 +119,15 @@ pub(crate) fn copy_row(row: &[f32], quants: &mut [u8], scales: &mut [u16]) -> No
             scales[i] = d.to_bits();
             let d = d.to_f32();
             let inverse = if d == 0.0 { 0.0 } else { d.recip() };
-            let q = block.map(|w| round(w * inverse));
-            for (lane, (&w, q)) in block.iter().zip(q).enumerate() {
-                let w = f64::from(w);
-                let r = w - f64::from(d) * f64::from(q);
-                residual[lane % 8] += r * r;
-                whole[lane % 8] += w * w;
+            let shifted = block.map(|w| shifted(w * inverse));
+            let mut r = [0.0; BLOCK];
+            for j in 0..BLOCK {
+                // Of 11 and 7 bits, so the product is exact, and the difference is rounded once.
+                r[j] = block[j] - d * (shifted[j] - SHIFT);
             }
-            let unsigned = q.map(|q| q.cast_unsigned() ^ 0x80);
+            add_squares(&mut residual, &r);
+            add_squares(&mut whole, block);
+            let unsigned = shifted.map(|q| q.to_bits() as u8 ^ 0x80);
             first[i * BLOCK / 2..][..BLOCK / 2].copy_from_slice(&unsigned[..BLOCK / 2]);
             second[i * BLOCK / 2..][..BLOCK / 2].copy_from_slice(&unsigned[BLOCK / 2..]);
         }
@@ -134,7 +135,29 @@ pub(crate) fn copy_row(row: &[f32], quants: &mut [u8], scales: &mut [u16]) -> No
     [residual, whole].map(|squares| ((norm(squares) * UP) as f32).next_up())
 }
 
-/// The largest magnitude, NaN aside. In lanes, so that the loop vectorises.
+/// 1.5 · 2^23: a number that it is added to has no bits for a fraction, and its integer in the lowest ones.
+const SHIFT: f32 = 12_582_912.0;
+
+/// [`SHIFT`] and the nearest integer from −127 to 127; NaN for NaN.
+#[inline]
+fn shifted(x: f32) -> f32 {
+    let x = if x < -127.0 { -127.0 } else { x };
+    let x = if x > 127.0 { 127.0 } else { x };
+    x + SHIFT
+}
+
+/// In lanes, so that the loop vectorises.
+#[inline]
+fn add_squares(sums: &mut [f64; 8], values: &[f32; BLOCK]) {
+    for eight in values.as_chunks::<8>().0 {
+        for lane in 0..8 {
+            let value = f64::from(eight[lane]);
+            sums[lane] += value * value;
+        }
+    }
+}
+
+/// The largest magnitude, NaN aside.
 fn max_abs(block: &[f32; BLOCK]) -> f32 {
     let mut max = [0f32; 8];
     for eight in block.as_chunks::<8>().0 {
@@ -144,16 +167,6 @@ fn max_abs(block: &[f32; BLOCK]) -> f32 {
         }
     }
     max.into_iter().fold(0.0, f32::max)
-}
-
-/// The nearest integer from −127 to 127; anything for NaN.
-#[inline]
-fn round(x: f32) -> i8 {
-    // 1.5 · 2^23: the sum has no bits for a fraction, and the integer in its lowest ones.
-    const SHIFT: f32 = 12_582_912.0;
-    let x = if x < -127.0 { -127.0 } else { x };
-    let x = if x > 127.0 { 127.0 } else { x };
-    (x + SHIFT).to_bits() as i8
 }
 
 fn norm<const N: usize>(squares: [f64; N]) -> f64 {
@@ -276,4 +289,199 @@ impl Slack {
 /// Bytes of the copy of a row.
 pub(crate) fn copy_bytes(n_cols: usize) -> usize {
     Planar::Q8_0.quant_bytes(n_cols) + n_cols / BLOCK * size_of::<u16>()
+}
+
+#[cfg(test)]
+mod tests {
+    use powerinfer_sparse_ops::WeightBytes;
+    use powerinfer_testing::tiny::{Random, encoded};
+
+    use super::*;
+    use crate::kernel::dot_f32;
+    use crate::memory::anonymous;
+    use crate::rows::Planner;
+
+    const TYPES: [WeightType; 3] = [WeightType::F32, WeightType::F16, WeightType::BF16];
+
+    fn certificate(gate: &WeightMatrix) -> Certificate {
+        let mut planner = Planner::default();
+        let planned = planner.certificate(gate);
+        assert!(planner.n_bytes() >= Certificate::n_bytes_for(gate));
+        let mut memory = anonymous(planner.n_bytes(), false).unwrap();
+        planner.fill(&mut Pool::try_new(2).unwrap(), &mut memory, &mut |_| {});
+        planner.filled(Memory::Anonymous(memory.make_read_only().unwrap())).certificate(planned)
+    }
+
+    /// As [`encoded`], for values that are not finite or will not be.
+    fn hostile(name: &str, ty: WeightType, n_cols: usize, values: &[f32]) -> WeightMatrix {
+        let n_rows = values.len() / n_cols;
+        let of = |to_bits: &dyn Fn(f32) -> u16| {
+            let bytes = values.iter().flat_map(|&v| to_bits(v).to_ne_bytes()).collect();
+            WeightMatrix::try_new(name, ty, n_rows, n_cols, WeightBytes::from_vec(bytes)).unwrap()
+        };
+        match ty {
+            WeightType::F16 => of(&|v| half::f16::from_f32(v).to_bits()),
+            WeightType::BF16 => of(&|v| half::bf16::from_f32(v).to_bits()),
+            _ => WeightMatrix::from_f32(name, n_rows, n_cols, values.to_vec()).unwrap(),
+        }
+    }
+
+    /// Tests every row with every vector; none may be dropped whose gate, as computed from the row itself, is not
+    /// below zero. Returns the shares of those that are and of those that are dropped.
+    fn check(gate: &WeightMatrix, vectors: &[Vec<f32>], what: &str) -> [f64; 2] {
+        let certificate = certificate(gate);
+        let mut buffers = CertifiedBuffers::default();
+        buffers.reserve(gate.n_cols());
+        let mut pool = Pool::try_new(1).unwrap();
+        let (mut n, mut n_silent, mut n_dropped) = (0, 0, 0);
+        for level in CpuLevel::available() {
+            for x in vectors {
+                let input = buffers.prepare(&mut pool, x);
+                let mut neurons: Vec<u32> = (0..gate.n_rows() as u32).collect();
+                let n_kept = certificate.keep(level, &input, &mut neurons);
+                let kept = &neurons[..n_kept];
+                assert!(kept.is_sorted());
+                for row in 0..gate.n_rows() {
+                    let value = dot_f32(level, gate.ty(), gate.row(row), x);
+                    let is_kept = kept.contains(&(row as u32));
+                    assert!(is_kept || value < 0.0, "{what}, {}, row {row}: {value}", level.name());
+                    n += 1;
+                    n_silent += usize::from(value < 0.0);
+                    n_dropped += usize::from(!is_kept);
+                }
+            }
+        }
+        [n_silent, n_dropped].map(|count| count as f64 / n as f64)
+    }
+
+    #[test]
+    fn most_silent_rows_are_dropped_and_no_others() {
+        let mut random = Random::new(1);
+        for n in [32, 96, 416, 576, 1024] {
+            for ty in TYPES {
+                let gate = encoded("gate", ty, 150, n, &random.normals(150 * n, 0.05));
+                let vectors: Vec<_> = (0..6).map(|_| random.normals(n, 1.0)).collect();
+                let [silent, dropped] = check(&gate, &vectors, &format!("{ty}, {n}"));
+                assert!(
+                    (0.4..0.6).contains(&silent) && dropped > 0.85 * silent,
+                    "{n}: {dropped} of {silent}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn rows_are_kept_though_the_copy_is_as_wrong_as_it_can_be() {
+        let mut random = Random::new(2);
+        for n in [32, 160, 1024] {
+            for ty in TYPES {
+                let gate = encoded("gate", ty, 40, n, &random.normals(40 * n, 0.05));
+                // Vectors along the error of a row, so that no bound on it could be tighter, and against the copy, so
+                // that the row itself comes out on either side of zero, or on it.
+                let mut vectors = Vec::new();
+                for row in 0..gate.n_rows() {
+                    let mut w = vec![0.0; n];
+                    gate.decode_row(row, &mut w);
+                    let (mut quants, mut scales) = (vec![0; n], vec![0; n / BLOCK]);
+                    copy_row(&w, &mut quants, &mut scales);
+                    let copy = crate::planar::PlanarRow { quants: &quants, scales: &scales, mins: &[] };
+                    let c: Vec<f64> = (0..n)
+                        .map(|j| {
+                            let d = half::f16::from_bits(scales[j / BLOCK]).to_f64();
+                            d * (f64::from(copy.block(Planar::Q8_0, j / BLOCK)[j % BLOCK]) - 128.0)
+                        })
+                        .collect();
+                    let r: Vec<f64> = w.iter().zip(&c).map(|(&w, c)| f64::from(w) - c).collect();
+                    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+                    let w: Vec<f64> = w.into_iter().map(f64::from).collect();
+                    let at_zero = dot(&w, &r) / dot(&w, &c);
+                    for change in [-0.1, -1e-3, -1e-5, -1e-6, 0.0, 1e-6, 1e-5, 1e-3, 0.1] {
+                        let t = at_zero * (1.0 + change);
+                        let size = (random.normal() * 3.0).exp();
+                        vectors.push((0..n).map(|j| ((r[j] - t * c[j]) as f32) * size * 100.0).collect());
+                    }
+                }
+                check(&gate, &vectors, &format!("{ty}, {n}"));
+            }
+        }
+    }
+
+    #[test]
+    fn hostile_numbers_are_never_a_reason_to_drop() {
+        let mut random = Random::new(3);
+        let n = 96;
+        for ty in TYPES {
+            let mut rows = Vec::new();
+            for size in [1e-45, 1e-40, 6e-8, 1e-5, 1.0, 3e4, 1e30, 2e38] {
+                for _ in 0..3 {
+                    rows.push(random.normals(n, size));
+                }
+                // Sums of nothing but large terms that cancel.
+                let half = random.normals(n / 2, size);
+                rows.push(half.iter().copied().chain(half.iter().map(|w| -w)).collect());
+                rows.push(half.iter().flat_map(|&w| [w, -w * 1.0001]).collect());
+                // A sum that would overflow on the way.
+                rows.push((0..n).map(|j| if j < n / 2 { -size } else { size }).collect());
+            }
+            rows.push(vec![0.0; n]);
+            rows.push(vec![-0.0; n]);
+            rows.push(vec![-1e-30; n]);
+            for fault in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut row = vec![-1.0; n];
+                row[random.below(n)] = fault;
+                rows.push(row);
+            }
+            let gate = hostile("gate", ty, n, &rows.concat());
+            let mut vectors = vec![vec![0.0; n], vec![-0.0; n], vec![1.0; n], vec![-1.0; n]];
+            for size in [1e-45, 1e-40, 1e-20, 6e-8, 1.0, 1e5, 1e7, 1e25, 1e38] {
+                vectors.push(random.normals(n, size));
+                vectors.push(vec![size; n]);
+                let mut one = random.normals(n, 1e-3);
+                one[random.below(n)] = size;
+                vectors.push(one);
+            }
+            for fault in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut x = vec![1.0; n];
+                x[random.below(n)] = fault;
+                vectors.push(x);
+            }
+            check(&gate, &vectors, ty.name());
+        }
+    }
+
+    #[test]
+    fn gates_close_to_zero_are_on_the_right_side() {
+        let mut random = Random::new(4);
+        for n in [32, 320, 576] {
+            for ty in TYPES {
+                let x = random.normals(n, 1.0);
+                let mut rows = Vec::new();
+                for _ in 0..60 {
+                    let mut row = random.normals(n, 0.05);
+                    let sum: f64 = row.iter().zip(&x).map(|(&w, &x)| f64::from(w) * f64::from(x)).sum();
+                    // Takes the sum away, but for a little.
+                    let at = random.below(n);
+                    let little = f64::from(random.normal()) * 10f64.powi(-(random.below(8) as i32));
+                    row[at] -= ((sum + little) / f64::from(x[at])) as f32;
+                    rows.push(row);
+                }
+                let gate = encoded("gate", ty, rows.len(), n, &rows.concat());
+                check(&gate, &[x], &format!("{ty}, {n}"));
+            }
+        }
+    }
+
+    #[test]
+    fn the_norms_of_a_row_are_bounds() {
+        let mut random = Random::new(5);
+        for size in [0.0, 1e-42, 1e-10, 1e-3, 1.0, 1e10, 1e36] {
+            let row = random.normals(160, size);
+            let (mut quants, mut scales) = (vec![0; 160], vec![0; 5]);
+            let [residual, whole] = copy_row(&row, &mut quants, &mut scales).map(f64::from);
+            let exact = row.iter().map(|&w| f64::from(w).powi(2)).sum::<f64>().sqrt();
+            assert!(exact <= whole && whole <= exact * 1.00001 + 1e-44, "{size}");
+            assert!(residual <= whole * 1.00001 + 1e-44, "{size}");
+            assert!(!(1e-3..2.0).contains(&size) || residual < 0.01 * whole, "{size}");
+        }
+    }
 }
