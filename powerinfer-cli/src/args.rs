@@ -81,6 +81,16 @@ pub(crate) enum KvTypeName {
     Q8_0,
 }
 
+/// Which gates get an 8-bit copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CertifiedName {
+    /// F16 and BF16 gates of layers without a predictor.
+    Auto,
+    /// All gates of F16, BF16 and F32.
+    On,
+    Off,
+}
+
 /// The model and how it is loaded; the same for every command that runs one.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Model")]
@@ -129,6 +139,9 @@ pub(crate) struct DeviceArgs {
     /// How keys and values of the context are kept; f16 unless given
     #[arg(long, value_enum, value_name = "NAME")]
     pub(crate) kv_type: Option<KvTypeName>,
+    /// Whether 8-bit copies of F16 and BF16 gates show which rows need not be read in mode exact; results are the same
+    #[arg(long, value_enum, value_name = "WHEN")]
+    pub(crate) certified: Option<CertifiedName>,
 }
 
 /// Continues a prompt.

@@ -6,13 +6,14 @@ use std::path::{Path, PathBuf};
 use powerinfer_core::sampling::{Mirostat, SamplingParams};
 use powerinfer_core::tokenizer::{Encode, Tokenizer, TokenizerError};
 use powerinfer_core::{
-    Activation, ActiveMode, CalibrationChoice, CpuLevel, CpuOptions, Device, KvType, LoadOptions, Model,
-    NoteLevel, Rounding, TokenId, default_threads,
+    Activation, ActiveMode, CalibrationChoice, Certified, CpuLevel, CpuOptions, Device, KvType, LoadOptions,
+    Model, NoteLevel, Rounding, TokenId, default_threads,
 };
 use powerinfer_gguf::{GgufFile, GgufModel};
 
 use crate::args::{
-    ActivationName, DeviceArgs, DeviceName, KvTypeName, LevelName, Mode, ModelArgs, SamplingArgs,
+    ActivationName, CertifiedName, DeviceArgs, DeviceName, KvTypeName, LevelName, Mode, ModelArgs,
+    SamplingArgs,
 };
 use crate::error::CliError;
 use crate::output::say;
@@ -159,6 +160,7 @@ fn device(args: &DeviceArgs) -> Result<Device, CliError> {
                 ("--threads", args.threads.is_some()),
                 ("--cpu-level", args.cpu_level.is_some()),
                 ("--kv-type", args.kv_type.is_some()),
+                ("--certified", args.certified.is_some()),
             ];
             match flags.into_iter().find(|(_, given)| *given) {
                 Some((flag, _)) => Err(CliError::FlagWithoutUse { flag, device: "reference" }),
@@ -192,7 +194,12 @@ fn cpu(args: &DeviceArgs) -> Result<Device, CliError> {
         Some(KvTypeName::F32) => KvType::F32,
         Some(KvTypeName::Q8_0) => KvType::Q8_0,
     };
-    Ok(Device::Cpu(CpuOptions { threads, level, kv_type, ..CpuOptions::default() }))
+    let certified = match args.certified {
+        None | Some(CertifiedName::Auto) => Certified::Auto,
+        Some(CertifiedName::On) => Certified::On,
+        Some(CertifiedName::Off) => Certified::Off,
+    };
+    Ok(Device::Cpu(CpuOptions { threads, level, kv_type, certified, ..CpuOptions::default() }))
 }
 
 /// Threads that compute with these flags.

@@ -6,7 +6,7 @@ use powerinfer_sparse_ops::reference::{ReferenceBackend, Rounding};
 use powerinfer_sparse_ops::{BackendError, HybridBackend, ModelSpec};
 
 #[cfg(feature = "cpu")]
-pub use powerinfer_cpu::{CpuLevel, CpuOptions, KvType, WeightHome, default_threads};
+pub use powerinfer_cpu::{Certified, CpuLevel, CpuOptions, KvType, WeightHome, default_threads};
 
 /// What computes.
 #[derive(Clone, Debug)]

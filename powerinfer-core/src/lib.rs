@@ -57,7 +57,7 @@ mod vocab;
 // Loading and running.
 pub use devices::Device;
 #[cfg(feature = "cpu")]
-pub use devices::{CpuLevel, CpuOptions, KvType, WeightHome, default_threads};
+pub use devices::{Certified, CpuLevel, CpuOptions, KvType, WeightHome, default_threads};
 pub use load::{CalibrationChoice, LoadError, LoadOptions, LoadProgress, NoteLevel, Notes, calibration_path};
 pub use model::Model;
 pub use session::{CancelToken, Session, SessionError, SessionOptions};

@@ -12,6 +12,7 @@ use powerinfer_sparse_ops::{
 };
 
 use crate::attention::{AttentionScratch, KvCache, KvCaches, KvType, Queries, attention};
+use crate::certificate::Certificate;
 use crate::cores::default_threads;
 use crate::ffn::{FfnScratch, LayerFfn, PlannedFfn, ffn};
 use crate::input::{Forms, InputBuffers};
@@ -41,6 +42,23 @@ pub struct CpuOptions {
     pub kv_type: KvType,
     /// Where weights live.
     pub home: WeightHome,
+    /// Whether gates get an 8-bit copy that shows which of their rows need not be read.
+    pub certified: Certified,
+}
+
+/// Whether a [`CpuBackend`] makes 8-bit copies of the gates of ReLU models in F16, BF16 or F32, a little over 8 bits a
+/// weight. When one token wants all neurons of a layer, as in mode `exact`, such a copy is read first; it proves of
+/// most silent neurons that they are silent, and only the other rows of the gate are read. No bit of a result changes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Certified {
+    /// For gates of F16 and BF16 in layers without a predictor, if there is memory for it.
+    #[default]
+    Auto,
+    /// For all gates for which it is possible.
+    On,
+    /// For none.
+    Off,
 }
 
 /// Where the weights of a [`CpuBackend`] live. They are always laid out anew for the kernels, without a change of any
@@ -75,6 +93,7 @@ pub struct CpuBackend {
     cpu: Cpu,
     kv_type: KvType,
     home: WeightHome,
+    certified: Certified,
     /// Where weights are, for people.
     home_used: Option<String>,
     embedding: Option<EmbeddingWeights>,
@@ -84,6 +103,8 @@ pub struct CpuBackend {
     planner: Planner,
     pending: Vec<Pending>,
     weight_bytes: usize,
+    /// Of these, bytes of certificates.
+    certified_bytes: usize,
     has_relaid: bool,
     caches: KvCaches,
     max_rows: usize,
@@ -190,6 +211,7 @@ impl CpuBackend {
             cpu: Cpu::new(pool, options.level.unwrap_or_else(CpuLevel::detect)),
             kv_type: options.kv_type,
             home: options.home,
+            certified: options.certified,
             home_used: None,
             embedding: None,
             layers: (0..spec.n_layer).map(|_| Layer::default()).collect(),
@@ -197,6 +219,7 @@ impl CpuBackend {
             planner: Planner::default(),
             pending: Vec::new(),
             weight_bytes: 0,
+            certified_bytes: 0,
             has_relaid: false,
             caches: KvCaches::default(),
             max_rows: 0,
@@ -246,6 +269,42 @@ impl CpuBackend {
         if n_rows > self.max_rows {
             self.make_room(n_rows);
         }
+    }
+
+    /// Plans certificates for the gates that are to have one.
+    fn certify(&mut self, planner: &mut Planner, pending: &mut [Pending]) {
+        let mut predicted: Vec<bool> = self.layers.iter().map(|layer| layer.predictor.is_some()).collect();
+        for pending in &*pending {
+            if let Pending::LowRank(layer, ..) = pending {
+                predicted[layer.index()] = true;
+            }
+        }
+        let certified = self.certified;
+        let wanted = |layer: LayerId, gate: &WeightMatrix| match (certified, gate.ty()) {
+            (Certified::On, _) => true,
+            (Certified::Auto, WeightType::F16 | WeightType::BF16) => !predicted[layer.index()],
+            _ => false,
+        };
+        let without = planner.n_bytes();
+        let mut ffns: Vec<&mut PlannedFfn> = pending
+            .iter_mut()
+            .filter_map(|pending| match pending {
+                Pending::Ffn(layer, ffn) => {
+                    ffn.certifiable().is_some_and(|gate| wanted(*layer, gate)).then_some(ffn)
+                }
+                _ => None,
+            })
+            .collect();
+        let n_bytes: usize =
+            ffns.iter().filter_map(|ffn| ffn.certifiable()).map(Certificate::n_bytes_for).sum();
+        // Mapped memory need not be free, and what is in a cache file should not depend on it.
+        let is_mapped = matches!(self.home, WeightHome::CacheFile(_));
+        let fits =
+            is_mapped || memory_available().is_none_or(|available| (without + n_bytes) as u64 <= available);
+        if certified == Certified::On || fits {
+            ffns.iter_mut().for_each(|ffn| ffn.certify(planner));
+        }
+        self.certified_bytes += planner.n_bytes() - without;
     }
 
     /// Makes memory for the planned weights and writes them there, or maps the file that they were written to.
@@ -316,6 +375,10 @@ impl HybridBackend for CpuBackend {
         let mib = self.weight_bytes as f64 / (1 << 20) as f64;
         if let Some(home) = &self.home_used {
             description += &format!("; {mib:.1} MiB of weights in {home}");
+        }
+        if self.certified_bytes > 0 {
+            let mib = self.certified_bytes as f64 / (1 << 20) as f64;
+            description += &format!(", {mib:.1} MiB of them 8-bit copies of gates for certain skips");
         }
         if self.has_relaid {
             description += ", Q8_0 down projections laid out by neuron without loss";
@@ -397,11 +460,12 @@ impl HybridBackend for CpuBackend {
     }
 
     fn load_done(&mut self, progress: &mut dyn FnMut(u64, u64)) -> Result<(), BackendError> {
-        let planner = std::mem::take(&mut self.planner);
-        let pending = std::mem::take(&mut self.pending);
+        let mut planner = std::mem::take(&mut self.planner);
+        let mut pending = std::mem::take(&mut self.pending);
         if pending.is_empty() {
             return Ok(());
         }
+        self.certify(&mut planner, &mut pending);
         let n_bytes = planner.n_bytes();
         self.weight_bytes += n_bytes;
         let memory = self.bring_in(&planner, progress).map_err(|_| BackendError::OutOfMemory {

@@ -19,9 +19,11 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use powerinfer_sparse_ops::{
-    ActiveMode, DownWeights, FfnInput, FfnWeights, Gating, ModelSpec, NeuronSet, StepCost, WeightType,
+    ActiveMode, DownWeights, FfnInput, FfnWeights, Gating, ModelSpec, NeuronSet, StepCost, WeightMatrix,
+    WeightType,
 };
 
+use crate::certificate::{Certificate, CertifiedBuffers, CertifiedInput};
 use crate::input::{Forms, Input, InputBuffers};
 use crate::kernel::gemm;
 use crate::kernel::{AXPY_ROWS, axpy, axpy_scaled, dot_list, dot_rows, prefetch};
@@ -30,7 +32,7 @@ use crate::matmul::{Cpu, matmul};
 use crate::ops::add;
 use crate::pool::Pool;
 use crate::relaid::{BLOCK, RelaidDown};
-use crate::rows::{Filled, Planned, PlannedTurned, Planner, Rows};
+use crate::rows::{Filled, Planned, PlannedCertificate, PlannedTurned, Planner, Rows};
 
 /// Chunks that neurons are dealt out to. Enough that 12 or 24 threads get nearly equal shares, few enough that
 /// adding up the sums is small beside the weights (32 · 16 KiB for 4096 wide models).
@@ -54,6 +56,7 @@ const DOWN: u8 = 4;
 #[derive(Debug)]
 pub(crate) struct LayerFfn {
     gate: Option<Rows>,
+    certificate: Option<Certificate>,
     up: Rows,
     up_bias: Option<Vec<f32>>,
     down: Down,
@@ -71,6 +74,9 @@ enum Down {
 #[derive(Debug)]
 pub(crate) struct PlannedFfn {
     gate: Option<Planned>,
+    /// The gate, if there can be a certificate for it.
+    certifiable: Option<WeightMatrix>,
+    certificate: Option<PlannedCertificate>,
     up: Planned,
     up_bias: Option<Vec<f32>>,
     down: PlannedDown,
@@ -94,6 +100,8 @@ impl PlannedFfn {
         owned: NeuronSet,
     ) -> Self {
         let FfnWeights { gate, up, up_bias, down } = weights;
+        let certifiable =
+            gate.clone().filter(Certificate::exists_for).filter(|_| spec.activation.has_exact_zeros());
         let gate = gate.map(|gate| planner.matrix(&gate));
         let (up, down) = match down {
             DownWeights::ByNeuron(down) => {
@@ -111,12 +119,23 @@ impl PlannedFfn {
                 (up, down)
             }
         };
-        Self { gate, up, up_bias, down, owned }
+        Self { gate, certifiable, certificate: None, up, up_bias, down, owned }
+    }
+
+    /// The gate, if there can be a certificate for it.
+    pub(crate) fn certifiable(&self) -> Option<&WeightMatrix> {
+        self.certifiable.as_ref()
+    }
+
+    /// Plans a certificate, if there can be one.
+    pub(crate) fn certify(&mut self, planner: &mut Planner) {
+        self.certificate = self.certifiable.as_ref().map(|gate| planner.certificate(gate));
     }
 
     pub(crate) fn filled(self, filled: &Filled) -> LayerFfn {
         LayerFfn {
             gate: self.gate.map(|gate| filled.rows(gate)),
+            certificate: self.certificate.map(|certificate| filled.certificate(certificate)),
             up: filled.rows(self.up),
             up_bias: self.up_bias,
             down: match self.down {
@@ -162,6 +181,7 @@ pub(crate) struct FfnScratch {
     hidden: Vec<f32>,
     /// For each neuron, which of its rows were read in this step.
     read: Vec<AtomicU8>,
+    certified: CertifiedBuffers,
 }
 
 impl FfnScratch {
@@ -175,6 +195,7 @@ impl FfnScratch {
             grow(&mut self.hidden, max_rows * spec.max_n_ff());
         }
         self.read.resize_with(spec.max_n_ff(), AtomicU8::default);
+        self.certified.reserve(spec.n_embd);
     }
 }
 
@@ -187,6 +208,8 @@ struct LayerStep<'a> {
     x: Input<'a>,
     /// Whether a zero gate ends the neuron.
     skip: bool,
+    /// What shows which gates need not be computed; only if there is one row, which wants all neurons.
+    certified: Option<(&'a Certificate, CertifiedInput<'a>)>,
     read: &'a [AtomicU8],
     counts: &'a Counts,
 }
@@ -194,6 +217,7 @@ struct LayerStep<'a> {
 /// Sums over chunks; integers, so their order does not matter.
 #[derive(Debug, Default)]
 struct Counts {
+    certified: AtomicU64,
     gate: AtomicU64,
     up: AtomicU64,
     down: AtomicU64,
@@ -226,7 +250,7 @@ pub(crate) fn ffn(
         out.fill(0.0);
         return StepCost::default();
     }
-    let FfnScratch { sums, hidden, read } = scratch;
+    let FfnScratch { sums, hidden, read, certified } = scratch;
     let n_ff = layer.n_ff();
     if n_rows >= gemm::MIN_ROWS && layer.has_gemm(cpu.level) {
         return many(cpu, spec, layer, input, &mut hidden[..n_rows * n_ff], buffers, out);
@@ -238,13 +262,17 @@ pub(crate) fn ffn(
         .map_or(Forms::default(), |gate| Forms::of(gate.ty()))
         .and(Forms::of(layer.up.ty()));
     let counts = Counts::default();
+    let skip = input.mode != ActiveMode::Dense && spec.activation.has_exact_zeros();
+    let wants_all = n_rows == 1 && n_wanted(input) == n_ff;
+    let certificate = layer.certificate.as_ref().filter(|_| skip && wants_all);
     let step = LayerStep {
         spec,
         level: cpu.level,
         layer,
         input,
         x: buffers.prepare(&mut cpu.pool, &input.x, spec.n_embd, forms),
-        skip: input.mode != ActiveMode::Dense && spec.activation.has_exact_zeros(),
+        skip,
+        certified: certificate.map(|c| (c, certified.prepare(&mut cpu.pool, &input.x))),
         read: &read[..n_ff],
         counts: &counts,
     };
@@ -284,7 +312,10 @@ pub(crate) fn ffn(
         }
         Down::ByOutput(down) => down.n_bytes(),
     };
-    let weight_bytes = rows_read(GATE) * layer.gate.as_ref().map_or(0, Rows::row_bytes)
+    let certificate_bytes =
+        certificate.map_or(0, |c| counts.certified.load(Ordering::Relaxed) as usize * c.row_bytes());
+    let weight_bytes = certificate_bytes
+        + rows_read(GATE) * layer.gate.as_ref().map_or(0, Rows::row_bytes)
         + rows_read(UP) * layer.up.row_bytes()
         + down_bytes;
     StepCost {
@@ -297,6 +328,11 @@ pub(crate) fn ffn(
         owned_neurons: (n_rows * layer.owned.len()) as u64,
         ..StepCost::default()
     }
+}
+
+/// Neurons that the only row wants, owned or not.
+fn n_wanted(input: &FfnInput) -> usize {
+    input.active.row(0).iter().map(|word| word.count_ones() as usize).sum()
 }
 
 /// All neurons for all rows; see the module text.
@@ -318,7 +354,8 @@ fn many(
         Forms::of(gate_ty).and(Forms::of(layer.up.ty())),
     );
     let counts = Counts::default();
-    let step = LayerStep { spec, level, layer, input, x, skip: false, read: &[], counts: &counts };
+    let step =
+        LayerStep { spec, level, layer, input, x, skip: false, certified: None, read: &[], counts: &counts };
     let wants = |block: usize, row: usize| step.wanted(block, row..row + 1)[0];
     // Gates first, where hidden values will be.
     if let Some(gate) = &layer.gate {
@@ -447,6 +484,10 @@ impl LayerStep<'_> {
     fn compute(&self, list: &mut List) {
         let w = self.layer;
         count(&self.counts.active, list.n);
+        if let Some((certificate, x)) = &self.certified {
+            count(&self.counts.certified, list.n);
+            list.n = certificate.keep(self.level, x, &mut list.neurons[..list.n]);
+        }
         if let Some(gate) = &w.gate {
             count(&self.counts.gate, list.n);
             dot_list(self.level, gate, &list.neurons[..list.n], &self.x, &mut list.values);

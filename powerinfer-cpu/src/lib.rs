@@ -22,6 +22,7 @@
 mod aligned;
 mod attention;
 mod backend;
+mod certificate;
 mod cores;
 mod ffn;
 mod input;
@@ -37,7 +38,7 @@ mod relaid;
 mod rows;
 
 pub use attention::KvType;
-pub use backend::{CpuBackend, CpuOptions, WeightHome};
+pub use backend::{Certified, CpuBackend, CpuOptions, WeightHome};
 pub use cores::default_threads;
 pub use level::CpuLevel;
 #[cfg(target_arch = "x86_64")]

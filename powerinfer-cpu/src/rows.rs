@@ -7,9 +7,11 @@
 
 use std::sync::Arc;
 
+use half::slice::{HalfBitsSliceExt as _, HalfFloatSliceExt as _};
 use powerinfer_sparse_ops::{WeightMatrix, WeightType};
 use sha2::{Digest as _, Sha256};
 
+use crate::certificate::{self, Certificate, Norms};
 use crate::kernel::{Floats, Row};
 use crate::memory::{Fingerprint, Memory};
 use crate::planar::{Planar, PlanarRow};
@@ -121,6 +123,48 @@ struct Turned {
     source: WeightMatrix,
 }
 
+/// The [`Certificate`] of a gate.
+#[derive(Debug)]
+struct Certified {
+    copy: Place,
+    norms_at: usize,
+    source: WeightMatrix,
+}
+
+impl Certified {
+    /// Rows that are copied together; norms and copies of such a piece are whole cache lines.
+    const PIECE: usize = 32;
+
+    fn n_pieces(&self) -> usize {
+        self.source.n_rows().div_ceil(Self::PIECE)
+    }
+
+    /// Offset of the first byte behind it.
+    fn end(&self) -> usize {
+        self.norms_at + self.n_pieces() * Self::PIECE * size_of::<Norms>()
+    }
+
+    fn fill(&self, pool: &mut Pool, memory: &mut [u8]) {
+        let n_cols = self.source.n_cols();
+        let (copy, norms) = memory[self.copy.at..self.end()].split_at_mut(self.norms_at - self.copy.at);
+        let copy = (copy, Self::PIECE * self.copy.stride);
+        let norms: (&mut [Norms], usize) = (bytemuck::cast_slice_mut(norms), Self::PIECE);
+        pool.run_zipped(copy, norms, (&mut [0u8; 0], 0), |piece, copy, norms, _| {
+            let mut row = vec![0.0; n_cols];
+            let rows = piece * Self::PIECE..self.source.n_rows();
+            for (i, (out, norms)) in rows.zip(copy.chunks_exact_mut(self.copy.stride).zip(norms)) {
+                decode_row(&self.source, i, &mut row);
+                let (quants, scales) = out[..certificate::copy_bytes(n_cols)].split_at_mut(n_cols);
+                *norms = certificate::copy_row(&row, quants, bytemuck::cast_slice_mut(scales));
+            }
+        });
+    }
+}
+
+/// A certificate that is planned, to be had from [`Filled`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PlannedCertificate(usize);
+
 /// A turned down projection that is planned, to be had from [`Filled`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PlannedTurned(usize);
@@ -138,6 +182,7 @@ pub(crate) struct Planner {
     n_bytes: usize,
     bundles: Vec<Bundle>,
     turned: Vec<Turned>,
+    certified: Vec<Certified>,
 }
 
 impl Planner {
@@ -166,6 +211,17 @@ impl Planner {
         PlannedTurned(self.turned.len() - 1)
     }
 
+    /// The certificate of a gate, besides the gate itself.
+    pub(crate) fn certificate(&mut self, gate: &WeightMatrix) -> PlannedCertificate {
+        let stride = stride_of(certificate::copy_bytes(gate.n_cols()));
+        let n_rows = gate.n_rows().next_multiple_of(Certified::PIECE);
+        let copy = Place { at: self.n_bytes, stride };
+        let certified = Certified { copy, norms_at: copy.at + n_rows * stride, source: gate.clone() };
+        self.n_bytes = certified.end();
+        self.certified.push(certified);
+        PlannedCertificate(self.certified.len() - 1)
+    }
+
     fn bundle<'a>(&mut self, matrices: impl IntoIterator<Item = (&'a WeightMatrix, Form)>) -> Vec<Planned> {
         let mut parts = Vec::new();
         let mut stride = 0;
@@ -177,8 +233,7 @@ impl Planner {
         }
         let n_rows = parts[0].source.n_rows();
         assert!(parts.iter().all(|p| p.source.n_rows() == n_rows), "{parts:?}: rows of a bundle");
-        let aligned = stride.next_multiple_of(ALIGN);
-        let stride = if (aligned - stride) * 50 <= stride { aligned } else { stride.next_multiple_of(4) };
+        let stride = stride_of(stride);
         let bundle = self.bundles.len();
         let planned = (0..parts.len()).map(|part| Planned { bundle, part }).collect();
         self.bundles.push(Bundle { at: self.n_bytes, stride, n_rows, parts });
@@ -211,6 +266,7 @@ impl Planner {
             bundle.parts.iter().for_each(|part| matrix(&part.source, bundle.at + part.at, bundle.stride));
         }
         self.turned.iter().for_each(|turned| matrix(&turned.source, turned.at, 0));
+        self.certified.iter().for_each(|c| matrix(&c.source, c.copy.at, c.copy.stride));
         hash.finalize().into()
     }
 
@@ -218,6 +274,12 @@ impl Planner {
     /// `progress(bytes done)` after each.
     pub(crate) fn fill(&self, pool: &mut Pool, memory: &mut [u8], progress: &mut dyn FnMut(usize)) {
         let mut done = 0;
+        // Before the gates, which are released when they have been copied.
+        for certified in &self.certified {
+            certified.fill(pool, memory);
+            done += certified.end() - certified.copy.at;
+            progress(done);
+        }
         for bundle in &self.bundles {
             let end = bundle.at + bundle.n_rows * bundle.stride;
             // About 256 KiB a piece.
@@ -252,6 +314,21 @@ impl Planner {
     }
 }
 
+/// As [`WeightMatrix::decode_row`]; F16, of which there is much, in vectors.
+fn decode_row(matrix: &WeightMatrix, row: usize, out: &mut [f32]) {
+    if let Some(Floats::F16(bits)) = Floats::of_row(matrix.ty(), matrix.row(row)) {
+        bits.reinterpret_cast::<half::f16>().convert_to_f32_slice(out);
+    } else {
+        matrix.decode_row(row, out);
+    }
+}
+
+/// Bytes from row to row: a multiple of [`ALIGN`] where that costs little.
+fn stride_of(row_bytes: usize) -> usize {
+    let aligned = row_bytes.next_multiple_of(ALIGN);
+    if (aligned - row_bytes) * 50 <= row_bytes { aligned } else { row_bytes.next_multiple_of(4) }
+}
+
 impl Part {
     fn copy_row(&self, row: usize, out: &mut [u8]) {
         let source = self.source.row(row);
@@ -278,6 +355,21 @@ impl Filled {
     pub(crate) fn relaid(&self, planned: PlannedTurned) -> RelaidDown {
         let turned = &self.planner.turned[planned.0];
         RelaidDown::new(Arc::clone(&self.memory), turned.at, turned.source.n_rows())
+    }
+
+    /// A certificate of the plan.
+    pub(crate) fn certificate(&self, planned: PlannedCertificate) -> Certificate {
+        let certified = &self.planner.certified[planned.0];
+        let n_cols = certified.source.n_cols();
+        let copy = Rows {
+            memory: Arc::clone(&self.memory),
+            ty: WeightType::Q8_0,
+            n_rows: certified.source.n_rows(),
+            n_cols,
+            row_bytes: certificate::copy_bytes(n_cols),
+            place: certified.copy,
+        };
+        Certificate::new(copy, Arc::clone(&self.memory), certified.norms_at)
     }
 
     /// A matrix of the plan.

@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use powerinfer_cpu::{CpuBackend, CpuLevel, CpuOptions, KvType};
+use powerinfer_cpu::{Certified, CpuBackend, CpuLevel, CpuOptions, KvType};
 use powerinfer_sparse_ops::{
     ActiveMode, BackendError, DownWeights, FfnInput, HybridBackend, LayerId, NeuronId, NeuronSet, SeqId,
-    WeightBytes, WeightMatrix, WeightType,
+    StepCost, WeightBytes, WeightMatrix, WeightType,
 };
 use powerinfer_testing::drive::Drive;
-use powerinfer_testing::tiny::{Random, TinyModel, TinyOptions};
+use powerinfer_testing::tiny::{Family, Random, TinyModel, TinyOptions};
 use powerinfer_testing::tolerance::{NMSE_F32, assert_close};
 
 const TOKENS: [u32; 10] = [1, 17, 40, 3, 95, 60, 2, 33, 8, 9];
@@ -144,4 +144,109 @@ fn a_relaid_down_projection_reads_what_fires_and_never_rounds_the_hidden_vector(
         cpu.ffn_finish(ticket, &mut parts);
     }
     assert_close("two parts and the whole", &parts, &sums[0], NMSE_F32);
+}
+
+fn with_certificates(model: &TinyModel, level: CpuLevel, certified: Certified) -> CpuBackend {
+    let options = CpuOptions { threads: 2, level: Some(level), certified, ..CpuOptions::default() };
+    CpuBackend::new(Arc::clone(&model.spec), options).expect("threads start")
+}
+
+#[test]
+fn certificates_save_gate_rows_and_change_no_bit() {
+    for (family, ffn_type, down_by_neuron, n_embd) in [
+        (Family::Llama, WeightType::F16, true, 64),
+        (Family::Llama, WeightType::F16, false, 416),
+        (Family::Bamboo, WeightType::BF16, true, 256),
+        (Family::Llama, WeightType::F32, true, 64),
+    ] {
+        let model = TinyModel::new(TinyOptions {
+            family,
+            ffn_type,
+            down_by_neuron,
+            n_embd,
+            n_ff: 320,
+            ..TinyOptions::default()
+        });
+        let n_ff = 320;
+        let gate_bytes = model.ffn[0].up.row_bytes() as u64;
+        let third = NeuronSet::from_ids(n_ff, (0..n_ff as u32).filter(|j| j % 3 == 0).map(NeuronId));
+        for (level, owned) in
+            CpuLevel::available().into_iter().flat_map(|l| [(l, NeuronSet::all(n_ff)), (l, third.clone())])
+        {
+            let mut backends = [Certified::Off, Certified::On].map(|certified| {
+                let mut cpu = with_certificates(&model, level, certified);
+                model.load_ffn(&mut cpu, |_| owned.clone());
+                cpu
+            });
+            let mut run = |input: &FfnInput| {
+                let runs = backends.each_mut().map(|cpu| {
+                    let mut sum = vec![0.0; input.x.len()];
+                    let ticket = cpu.ffn_start(LayerId(0), input);
+                    cpu.ffn_finish(ticket, &mut sum);
+                    (sum.iter().map(|v| v.to_bits()).collect::<Vec<_>>(), cpu.take_cost())
+                });
+                assert_eq!(runs[0].0, runs[1].0, "{family:?}, {ffn_type}, {}", level.name());
+                runs.map(|(_, cost)| cost)
+            };
+            let mut input = FfnInput::with_capacity(1, n_embd, n_ff);
+            input.x = Random::new(7).normals(n_embd, 1.0);
+            input.active.reset(1, n_ff);
+            input.active.fill();
+            input.mode = ActiveMode::Exact;
+            let [off, on] = run(&input);
+            let n = owned.len() as u64;
+            let saved = off.gate_rows - on.gate_rows;
+            assert!(on.gate_rows >= on.fired_neurons && saved > n / 4, "{on:?}");
+            let copy_bytes = (n_embd / 32 * 34 + 8) as u64;
+            let weight_bytes = off.weight_bytes - saved * gate_bytes + n * copy_bytes;
+            assert_eq!(on, StepCost { weight_bytes, gate_rows: on.gate_rows, ..off });
+
+            // Not where they would be read for little: for chosen neurons, in mode dense, in batches.
+            input.mode = ActiveMode::Dense;
+            let [off, on] = run(&input);
+            assert_eq!(on, off);
+            input.mode = ActiveMode::Predictor;
+            input.active.row_mut(0)[0] &= !1;
+            let [off, on] = run(&input);
+            assert_eq!(on, off);
+            input.mode = ActiveMode::Exact;
+            input.x = Random::new(8).normals(3 * n_embd, 1.0);
+            input.active.reset(3, n_ff);
+            input.active.fill();
+            let [off, on] = run(&input);
+            assert_eq!(on, off);
+        }
+    }
+}
+
+#[test]
+fn gates_get_certificates_where_nothing_else_says_which_neurons_fire() {
+    let says = |ffn_type, activation, certified, predictors: bool| {
+        let model = TinyModel::new(TinyOptions { ffn_type, activation, ..TinyOptions::default() });
+        let mut cpu = with_certificates(&model, CpuLevel::detect(), certified);
+        if predictors {
+            model.load_all(&mut cpu);
+        } else {
+            model.load_ffn(&mut cpu, |_| NeuronSet::all(96));
+        }
+        cpu.info().description.contains("8-bit copies of gates")
+    };
+    use powerinfer_sparse_ops::Activation::{Relu, Silu};
+    for (ty, activation, certified, predictors, expected) in [
+        (WeightType::F16, Relu, Certified::Auto, false, true),
+        (WeightType::BF16, Relu, Certified::Auto, false, true),
+        (WeightType::F32, Relu, Certified::Auto, false, false),
+        (WeightType::F16, Relu, Certified::Auto, true, false),
+        (WeightType::F16, Relu, Certified::On, true, true),
+        (WeightType::F32, Relu, Certified::On, true, true),
+        (WeightType::Q8_0, Relu, Certified::On, false, false),
+        (WeightType::F16, Silu, Certified::On, false, false),
+        (WeightType::F16, Relu, Certified::Off, false, false),
+    ] {
+        assert_eq!(
+            says(ty, activation, certified, predictors),
+            expected,
+            "{ty}, {activation:?}, {certified:?}, predictors {predictors}"
+        );
+    }
 }

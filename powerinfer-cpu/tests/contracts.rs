@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use powerinfer_cpu::{CpuBackend, CpuLevel, CpuOptions, KvType};
+use powerinfer_cpu::{Certified, CpuBackend, CpuLevel, CpuOptions, KvType};
 use powerinfer_sparse_ops::reference::{ReferenceBackend, Rounding};
 use powerinfer_sparse_ops::{
     Activation, ActiveMode, HybridBackend, ModelSpec, SeqId, WeightBytes, WeightMatrix, WeightType,
@@ -65,12 +65,37 @@ fn contracts_hold_at_every_level() {
                 }
             }
         }
+        certificates_change_no_bit_and_allocate_nothing(level);
     }
     rounded_caches_stay_close_to_the_reference();
     steps_behind_the_first_span_do_not_allocate();
     prompts_give_the_same_bits_whole_in_pieces_and_singly();
     dense_and_exact_give_the_same_bits();
     quantised_models_stay_close_to_the_reference();
+}
+
+fn certificates_change_no_bit_and_allocate_nothing(level: CpuLevel) {
+    let make = |threads: usize, certified: Certified| {
+        move |spec: Arc<ModelSpec>| -> Box<dyn HybridBackend> {
+            let options = CpuOptions {
+                threads,
+                level: Some(level),
+                certified,
+                kv_type: KvType::F32,
+                ..CpuOptions::default()
+            };
+            Box::new(CpuBackend::new(spec, options).expect("threads start"))
+        }
+    };
+    let subject = Subject {
+        make: &make(2, Certified::On),
+        same_bits: &[&make(3, Certified::On), &make(1, Certified::Off)],
+        count_allocations: Some(&|work| measure_all_threads(work).1.n_allocs),
+        nmse_limit: NMSE_F32,
+        kv_value_bytes: 4,
+    };
+    conformance::c5_steps_do_not_allocate(&subject);
+    conformance::c6_bits_do_not_depend_on_threads(&subject);
 }
 
 fn rounded_caches_stay_close_to_the_reference() {
