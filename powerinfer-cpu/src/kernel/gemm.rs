@@ -14,7 +14,9 @@ use super::Row;
 use super::avx512::{axpy, float, int8, scaled};
 use crate::input::Input;
 use crate::level::CpuLevel;
-use crate::planar::{BLOCK, Planar};
+#[cfg(target_arch = "x86_64")]
+use crate::planar::BLOCK;
+use crate::planar::Planar;
 use crate::pool::{Columns, Pool};
 use crate::rows::Rows;
 
@@ -29,18 +31,18 @@ pub(crate) const BAND_COLUMNS: usize = 64;
 
 /// Whether there are kernels for weights of type `ty`.
 pub(crate) fn has_gemm(level: CpuLevel, ty: WeightType) -> bool {
-    match level {
-        #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(_) => ty.is_float() || Planar::of(ty).is_some(),
-        _ => false,
-    }
+    has_kernels(level) && (ty.is_float() || Planar::of(ty).is_some())
 }
 
 /// Whether there are kernels for down projections by neuron of type `ty`.
 pub(crate) fn has_down(level: CpuLevel, ty: WeightType) -> bool {
+    has_kernels(level) && super::AXPY_TYPES.contains(&ty)
+}
+
+fn has_kernels(level: CpuLevel) -> bool {
     match level {
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(_) => super::AXPY_TYPES.contains(&ty),
+        CpuLevel::Avx512(_) => true,
         _ => false,
     }
 }
@@ -52,6 +54,7 @@ pub(crate) struct Local {
     #[cfg(target_arch = "x86_64")]
     panel: Vec<int8::Line>,
     /// Weights as f32.
+    #[cfg(target_arch = "x86_64")]
     floats: Vec<f32>,
     /// Products of a band, `[n_rows, BAND_ROWS]`, or sums of one, `[n_rows, BAND_COLUMNS]` twice.
     pub(crate) band: Vec<f32>,
@@ -78,6 +81,8 @@ impl Local {
             let floats = float::GEMM_SCRATCH.max(BLOCK * BAND_COLUMNS);
             self.floats.resize(self.floats.len().max(floats), 0.0);
         }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = n_cols;
         let band = n_rows * BAND_ROWS.max(2 * BAND_COLUMNS);
         self.band.resize(self.band.len().max(band), 0.0);
     }
@@ -121,6 +126,7 @@ impl Buffers {
 /// Vectors that are ready for [`gemm`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Batch<'a> {
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only AVX-512 has matrix products"))]
     x: Input<'a>,
     #[cfg(target_arch = "x86_64")]
     cells: &'a [int8::Cell],
