@@ -36,7 +36,7 @@ fn a_calibrated_model_predicts_without_being_told() {
     let run = powerinfer(&[&flags[..], &["--json"]].concat());
     let answer = run.json();
     assert_eq!(folder.names(), ["a.txt", "b.txt", SIDE, "m.gguf"]);
-    assert_eq!((&answer["model"], &answer["target_recall"]), (&json!(model), &json!(0.99f32)));
+    assert_eq!((&answer["model"], &answer["target_recall"]), (&json!(model), &json!(0.99)));
     assert!(answer["out"].as_str().unwrap().ends_with(SIDE), "{answer}");
     let layers = answer["layers"].as_array().unwrap();
     for layer in layers {
@@ -81,7 +81,7 @@ fn layers_are_timed_and_the_recall_is_kept() {
     let out = folder.arg("other.safetensors");
     let flags = ["calibrate", "-m", &model, "--text", &a, "--tokens", "256", "--recall", "0.97", "-o", &out];
     let answer = powerinfer(&[&flags[..], &["--json"]].concat()).json();
-    assert_eq!(answer["target_recall"], json!(0.97f32));
+    assert_eq!(answer["target_recall"], json!(0.97));
     for layer in answer["layers"].as_array().unwrap() {
         assert!(layer["exact_us"].as_f64().unwrap() > 0.0, "{layer}");
         assert!(["faster", "slower"].contains(&layer["reason"].as_str().unwrap()), "{layer}");

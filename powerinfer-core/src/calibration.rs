@@ -5,8 +5,9 @@
 //!
 //! The inputs of all FFNs are recorded before anything is fitted, at most [`RecordOptions::memory_bytes`] of them at
 //! once: where that is less than all layers need, layers are taken in groups, and the model runs over the text once for
-//! each group. Fitting holds one layer besides: two numbers for each of its neurons and held-out tokens, and a
-//! block of 256 rows of each matrix in f32.
+//! each group. Fitting holds one layer besides: its recorded inputs once more in 8 bits, widened to f32, two numbers for
+//! each of its neurons and held-out tokens, a block of 256 rows of each matrix in f32, and for float files its down
+//! projection, transposed.
 
 mod cut;
 mod evaluate;

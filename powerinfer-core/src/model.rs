@@ -264,7 +264,7 @@ fn default_mode(
     let (mode, why) = match options.mode {
         Some(ActiveMode::Predictor) if !has_predictors => return Err(LoadError::NoPredictors),
         Some(mode) => (mode, "as asked for"),
-        None if has_predictors => (ActiveMode::Predictor, "the file has predictors"),
+        None if has_predictors => (ActiveMode::Predictor, "there are predictors"),
         None if spec.activation.has_exact_zeros() => {
             (ActiveMode::Exact, "the activation has exact zeros, the file no predictors")
         }

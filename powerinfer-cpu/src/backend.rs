@@ -17,7 +17,7 @@ use crate::ffn::{FfnScratch, LayerFfn, PlannedFfn, ffn};
 use crate::input::{Forms, InputBuffers};
 use crate::kernel::AXPY_TYPES;
 use crate::level::CpuLevel;
-use crate::matmul::{Cpu, matmul};
+use crate::matmul::{Cpu, matmul, matvecs};
 use crate::memory::{Memory, anonymous, open_cache, write_cache};
 use crate::ops::{add, add_batch, norm, rope_table, rotate};
 use crate::pool::Pool;
@@ -134,12 +134,8 @@ struct Scratch {
     h: Vec<f32>,
     /// Normed copy of it, or what is added to it, `[n_rows, n_embd]`.
     x: Vec<f32>,
-    /// `[n_rows, q_dim]`.
-    q: Vec<f32>,
-    /// `[n_rows, kv_dim]`.
-    k: Vec<f32>,
-    /// `[n_rows, kv_dim]`.
-    v: Vec<f32>,
+    /// Queries `[n_rows, q_dim]`, then keys and values `[n_rows, kv_dim]`.
+    qkv: Vec<f32>,
     /// Mixed values, `[n_rows, q_dim]`.
     mixed: Vec<f32>,
     /// Rotation of each row, `[n_rows, n_rot / 2]`.
@@ -232,9 +228,7 @@ impl CpuBackend {
         let grow = |v: &mut Vec<f32>, n: usize| v.resize(v.len().max(n), 0.0);
         grow(&mut s.h, rows * spec.n_embd);
         grow(&mut s.x, rows * spec.n_embd);
-        grow(&mut s.q, rows * spec.q_dim());
-        grow(&mut s.k, rows * spec.kv_dim());
-        grow(&mut s.v, rows * spec.kv_dim());
+        grow(&mut s.qkv, rows * (spec.q_dim() + 2 * spec.kv_dim()));
         grow(&mut s.mixed, rows * spec.q_dim());
         grow(&mut s.position, spec.n_embd);
         s.partial.iter_mut().for_each(|p| grow(&mut p.sum, rows * spec.n_embd));
@@ -305,6 +299,13 @@ impl CpuBackend {
 
 fn dense(layers: &[Layer], layer: LayerId) -> &Dense {
     layers[layer.index()].dense.as_ref().expect("the dense part of every layer is loaded on home")
+}
+
+/// The queries, keys and values of `n_rows` rows.
+fn split_qkv<'a>(spec: &ModelSpec, n_rows: usize, qkv: &'a mut [f32]) -> [&'a mut [f32]; 3] {
+    let (q, kv) = qkv.split_at_mut(n_rows * spec.q_dim());
+    let (k, v) = kv.split_at_mut(n_rows * spec.kv_dim());
+    [q, k, v]
 }
 
 impl HybridBackend for CpuBackend {
@@ -486,16 +487,23 @@ impl HybridBackend for CpuBackend {
         let s = &mut self.scratch;
         let h = &mut s.h[..n * spec.n_embd];
         let x = &mut s.x[..n * spec.n_embd];
-        let (q, k, v) =
-            (&mut s.q[..n * spec.q_dim()], &mut s.k[..n * spec.kv_dim()], &mut s.v[..n * spec.kv_dim()]);
+        let qkv_out = &mut s.qkv[..n * (spec.q_dim() + 2 * spec.kv_dim())];
         let biases = &w.weights;
         norm(&mut cpu.pool, spec.norm, biases.attn_norm_2.as_ref().unwrap_or(&biases.attn_norm), h, x);
         let forms =
             [&w.q, &w.k, &w.v].map(|w| Forms::of(w.ty())).into_iter().fold(Forms::default(), Forms::and);
         let input = s.inputs.prepare(&mut cpu.pool, x, spec.n_embd, forms);
-        matmul(cpu, &w.q, &input, biases.q.bias.as_deref(), q);
-        matmul(cpu, &w.k, &input, biases.k.bias.as_deref(), k);
-        matmul(cpu, &w.v, &input, biases.v.bias.as_deref(), v);
+        let qkv = [(&w.q, &biases.q), (&w.k, &biases.k), (&w.v, &biases.v)]
+            .map(|(w, linear)| (w, linear.bias.as_deref()));
+        if n == 1 {
+            matvecs(cpu, qkv, &input, qkv_out);
+        } else {
+            let outs = split_qkv(spec, n, qkv_out);
+            for ((w, bias), out) in qkv.into_iter().zip(outs) {
+                matmul(cpu, w, &input, bias, out);
+            }
+        }
+        let [q, k, v] = split_qkv(spec, n, qkv_out);
         if let Some(rope) = &spec.rope {
             rotate(&mut cpu.pool, rope, spec.head_dim, &s.rope, q, spec.q_dim());
             rotate(&mut cpu.pool, rope, spec.head_dim, &s.rope, k, spec.kv_dim());

@@ -358,36 +358,27 @@ fn many(
     let n_chunks = CHUNKS.min(n_ff.div_ceil(BLOCK));
     let down_bytes = match &layer.down {
         Down::ByNeuron(down) => {
-            let hidden = &*hidden;
+            let hidden = gemm::Hidden { values: hidden, n_ff, n_chunks };
             cpu.pool.run_columns_with(
                 out,
                 spec.n_embd,
                 gemm::BAND_COLUMNS,
                 &mut cpu.locals,
                 |_, out, local| {
-                    gemm::down(level, down.ty(), |i| down.bytes(i), hidden, n_ff, n_chunks, local, out);
+                    gemm::down(level, down.ty(), |i| down.bytes(i), hidden, local, out);
                 },
             );
             down.n_bytes()
         }
         Down::Relaid(down) => {
-            let hidden = &*hidden;
+            let hidden = gemm::Hidden { values: hidden, n_ff, n_chunks };
             cpu.pool.run_columns_with(
                 out,
                 spec.n_embd,
                 gemm::BAND_COLUMNS,
                 &mut cpu.locals,
                 |_, out, local| {
-                    gemm::down_scaled(
-                        level,
-                        |b| down.block(b),
-                        spec.n_embd,
-                        hidden,
-                        n_ff,
-                        n_chunks,
-                        local,
-                        out,
-                    );
+                    gemm::down_scaled(level, |b| down.block(b), spec.n_embd, hidden, local, out);
                 },
             );
             n_ff * down.value_bytes() + n_ff / BLOCK * down.scale_bytes()

@@ -7,6 +7,7 @@ use bytemuck::Zeroable;
 use powerinfer_sparse_ops::WeightType;
 use powerinfer_sparse_ops::block::BlockQ8K;
 
+use crate::aligned::Aligned;
 use crate::planar::{BLOCK, GROUP, PADDED_TO, PlanarX};
 use crate::pool::Pool;
 
@@ -92,11 +93,11 @@ impl Forms {
 #[derive(Debug, Default)]
 pub(crate) struct InputBuffers {
     /// `[n_rows, n_pad]`, in the order of [`planar`](crate::planar).
-    q: Vec<i8>,
+    q: Aligned<i8>,
     /// `[n_rows, n_pad / 32]`.
-    d: Vec<f32>,
+    d: Aligned<f32>,
     /// `[n_rows, n_pad / 32]`.
-    sums: Vec<i32>,
+    sums: Aligned<i32>,
     /// `[n_rows, n_cols / 256]`.
     x8k: Vec<BlockQ8K>,
 }
@@ -105,9 +106,9 @@ impl InputBuffers {
     /// Makes room for `n_rows` vectors of up to `n_cols` values.
     pub(crate) fn reserve(&mut self, n_rows: usize, n_cols: usize) {
         let n = n_rows * n_cols.next_multiple_of(PADDED_TO);
-        self.q.resize(self.q.len().max(n), 0);
-        self.d.resize(self.d.len().max(n / BLOCK), 0.0);
-        self.sums.resize(self.sums.len().max(n / BLOCK), 0);
+        self.q.grow(n);
+        self.d.grow(n / BLOCK);
+        self.sums.grow(n / BLOCK);
         self.x8k.resize(self.x8k.len().max(n / 256), BlockQ8K::zeroed());
     }
 
@@ -157,14 +158,11 @@ fn planar(
     n_pad: usize,
     (q, d, sums): (&mut [i8], &mut [f32], &mut [i32]),
 ) {
-    // One super-group of 16 blocks a piece: all three parts of it go to one thread.
-    const BLOCKS: usize = PADDED_TO / BLOCK;
-    let per_row = n_pad / PADDED_TO;
-    pool.run_zipped((q, PADDED_TO), (d, BLOCKS), (sums, BLOCKS), |piece, q, d, sums| {
-        let (row, at) = (piece / per_row, piece % per_row * PADDED_TO);
-        let x = x[row * n_cols..][..n_cols][at..].as_chunks::<BLOCK>().0;
+    let n_blocks = n_pad / BLOCK;
+    pool.run_zipped((q, n_pad), (d, n_blocks), (sums, n_blocks), |row, q, d, sums| {
+        let x = x[row * n_cols..][..n_cols].as_chunks::<BLOCK>().0;
         let halves = q.as_chunks_mut::<{ BLOCK / 2 }>().0;
-        for b in 0..BLOCKS {
+        for b in 0..n_blocks {
             let (scale, values) = x.get(b).map_or((0.0, [0; BLOCK]), quantize_32);
             let at = b / GROUP * (2 * GROUP) + b % GROUP;
             halves[at].copy_from_slice(&values[..BLOCK / 2]);

@@ -19,6 +19,7 @@
 //! To see how a step is computed, read `backend.rs`, then `ffn.rs` and `attention.rs`; to add a kernel, start at
 //! `kernel/mod.rs`.
 
+mod aligned;
 mod attention;
 mod backend;
 mod cores;

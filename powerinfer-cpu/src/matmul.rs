@@ -70,6 +70,43 @@ pub(crate) fn matmul(cpu: &mut Cpu, w: &Rows, x: &Input<'_>, bias: Option<&[f32]
     });
 }
 
+/// `out = [x · W₀ᵀ (+ b₀), x · W₁ᵀ (+ b₁), …]` for one vector, in one go.
+///
+/// # Shapes
+/// `w [n_out, n_in]` each, `x [1, n_in]`, `out` as many as all outputs together.
+///
+/// # Panics
+/// If a shape differs.
+pub(crate) fn matvecs<const N: usize>(
+    cpu: &mut Cpu,
+    weights: [(&Rows, Option<&[f32]>); N],
+    x: &Input<'_>,
+    out: &mut [f32],
+) {
+    let level = cpu.level;
+    let n_out: usize = weights.iter().map(|(w, _)| w.n_rows()).sum();
+    assert_eq!((x.n_rows(), out.len()), (1, n_out), "one vector, and its outputs");
+    assert!(weights.iter().all(|(w, _)| w.n_cols() == x.n_cols()), "input length");
+    cpu.pool.run_pieces(out, ROWS, |piece, mut out| {
+        // A piece may begin in one matrix and end in the next.
+        let (mut at, mut first) = (piece * ROWS, 0);
+        for (w, bias) in weights {
+            let end = first + w.n_rows();
+            if at < end && !out.is_empty() {
+                let rows = at - first..(end.min(at + out.len()) - first);
+                let (these, rest) = out.split_at_mut(rows.len());
+                dot_run(level, w, rows.clone(), x, these);
+                if let Some(bias) = bias {
+                    crate::ops::add(these, &bias[rows.clone()]);
+                }
+                at += rows.len();
+                out = rest;
+            }
+            first = end;
+        }
+    });
+}
+
 fn add_bias(bias: Option<&[f32]>, out: &mut Columns<'_, f32>) {
     let Some(bias) = bias else { return };
     let columns = out.range();

@@ -24,13 +24,13 @@ impl WeightOwner for Map {
     #[cfg(unix)]
     fn release(&self, range: Range<usize>) {
         // Whole pages only: the ones at the ends may hold other tensors.
-        const PAGE: usize = 4096;
-        let (start, end) = (range.start.next_multiple_of(PAGE), range.end / PAGE * PAGE);
-        if start < end {
+        const IN_PAGE: usize = 4095;
+        let (start, end) = (range.start.saturating_add(IN_PAGE) & !IN_PAGE, range.end & !IN_PAGE);
+        let len = end.saturating_sub(start);
+        if len > 0 {
             // SAFETY: FILE-UNCHANGED. The pages of a read-only map of a file are read from it again when they are
             // touched, with the same bytes; nothing was written that could be lost.
-            let advised =
-                unsafe { self.0.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start) };
+            let advised = unsafe { self.0.unchecked_advise_range(UncheckedAdvice::DontNeed, start, len) };
             // Where the system does not take the advice, the pages stay.
             let _ = advised;
         }

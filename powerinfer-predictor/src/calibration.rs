@@ -227,7 +227,7 @@ impl CalibrationFile {
             got: "nothing".to_owned(),
         })?;
         let version = version(text)?;
-        if version != serde_json::Value::from(VERSION) {
+        if version.as_u64() != Some(VERSION.into()) {
             return Err(PredictorError::Calibration {
                 key: "version",
                 expected: "1",

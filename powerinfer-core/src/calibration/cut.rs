@@ -13,8 +13,6 @@ pub(super) struct Sequence {
     pub(super) tokens: Vec<TokenId>,
     /// Which text it is from.
     text: usize,
-    /// Its place among the sequences of that text.
-    place: usize,
 }
 
 /// Sequences of equal length, as many from each text as there are, spread over the whole of each.
@@ -47,25 +45,26 @@ pub(super) fn sequences(
             if let (Some(bos), Some(first)) = (options.bos, tokens.first_mut()) {
                 *first = bos;
             }
-            sequences.push(Sequence { tokens, text, place });
+            sequences.push(Sequence { tokens, text });
         }
     }
     Ok(sequences)
 }
 
 /// For each recorded token (all but the first of each sequence), what it is for. Every other sequence of a text is
-/// fitted on, the others are held out, in turns for one part and the other.
+/// fitted on, the others are held out, in turns for one part and the other; the two kinds differ by one at most.
 pub(super) fn folds(sequences: &[Sequence]) -> Vec<Fold> {
-    let mut n_held = 0;
+    let (mut n_fit, mut n_held) = (0, 0);
     let mut folds = Vec::new();
-    for sequence in sequences {
-        let fold = if (sequence.text + sequence.place).is_multiple_of(2) {
-            Fold::Fit
-        } else {
-            n_held += 1;
-            Fold::Held(n_held % 2)
-        };
-        folds.resize(folds.len() + sequence.tokens.len() - 1, fold);
+    for of_text in sequences.chunk_by(|a, b| a.text == b.text) {
+        let mut fit = n_fit <= n_held;
+        for sequence in of_text {
+            let fold = if fit { Fold::Fit } else { Fold::Held(n_held % 2) };
+            n_fit += usize::from(fit);
+            n_held += usize::from(!fit);
+            folds.resize(folds.len() + sequence.tokens.len() - 1, fold);
+            fit = !fit;
+        }
     }
     folds
 }

@@ -218,7 +218,7 @@ mod tests {
                 assert_ne!(*fold, Fold::Fit);
                 for neuron in 0..n_ff {
                     let at = neuron * n + ix;
-                    let is_selected = !(scores[at] < thresholds[neuron]);
+                    let is_selected = scores[at] >= thresholds[neuron];
                     selected += u32::from(is_selected);
                     active += u32::from(gates[at] > 0.0);
                     hits += u32::from(is_selected && gates[at] > 0.0);

@@ -12,6 +12,7 @@ use powerinfer_sparse_ops::WeightType;
 use super::Row;
 #[cfg(target_arch = "x86_64")]
 use super::avx512::{axpy, float, int8, scaled};
+use crate::aligned::Aligned;
 use crate::input::Input;
 use crate::level::CpuLevel;
 #[cfg(target_arch = "x86_64")]
@@ -55,9 +56,9 @@ pub(crate) struct Local {
     panel: Vec<int8::Line>,
     /// Weights as f32.
     #[cfg(target_arch = "x86_64")]
-    floats: Vec<f32>,
+    floats: Aligned<f32>,
     /// Products of a band, `[n_rows, BAND_ROWS]`, or sums of one, `[n_rows, BAND_COLUMNS]` twice.
-    pub(crate) band: Vec<f32>,
+    pub(crate) band: Aligned<f32>,
 }
 
 /// Buffers of a batch.
@@ -66,6 +67,9 @@ pub(crate) struct Buffers {
     /// Interleaved vectors.
     #[cfg(target_arch = "x86_64")]
     cells: Vec<int8::Cell>,
+    /// Vectors as they are.
+    #[cfg(target_arch = "x86_64")]
+    floats: Aligned<f32>,
 }
 
 impl Local {
@@ -79,12 +83,12 @@ impl Local {
             let lines = int8::panel_lines(Planar::Q4_1, n_cols.div_ceil(BLOCK));
             self.panel.resize(self.panel.len().max(lines), bytemuck::Zeroable::zeroed());
             let floats = float::GEMM_SCRATCH.max(BLOCK * BAND_COLUMNS);
-            self.floats.resize(self.floats.len().max(floats), 0.0);
+            self.floats.grow(floats);
         }
         #[cfg(not(target_arch = "x86_64"))]
         let _ = n_cols;
         let band = n_rows * BAND_ROWS.max(2 * BAND_COLUMNS);
-        self.band.resize(self.band.len().max(band), 0.0);
+        self.band.grow(band);
     }
 }
 
@@ -95,6 +99,7 @@ impl Buffers {
         if n_rows >= MIN_ROWS {
             let cells = n_rows * n_cols.div_ceil(BLOCK);
             self.cells.resize(self.cells.len().max(cells), bytemuck::Zeroable::zeroed());
+            self.floats.grow(n_rows * n_cols);
         }
         #[cfg(not(target_arch = "x86_64"))]
         let _ = (n_rows, n_cols);
@@ -112,13 +117,20 @@ impl Buffers {
                     std::array::from_fn(|i| (piece * tile + i).min(x.n_rows() - 1));
                 int8::pack_x(kind, &x.x8s(rows)[..cells.len() / n_blocks], cells);
             });
-            return Batch { x, cells };
+            return Batch { x, cells, floats: &[] };
         }
-        let _ = (pool, ty);
-        Batch {
-            x,
-            #[cfg(target_arch = "x86_64")]
-            cells: &[],
+        let _ = ty;
+        #[cfg(target_arch = "x86_64")]
+        {
+            // Where they are they start anywhere, which costs a tenth of the speed and more.
+            let floats = &mut self.floats[..x.all_f32().len()];
+            pool.run_pieces(floats, x.n_cols(), |row, to| to.copy_from_slice(x.f32s([row])[0]));
+            Batch { x, cells: &[], floats }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        {
+            let _ = pool;
+            Batch { x }
         }
     }
 }
@@ -130,6 +142,8 @@ pub(crate) struct Batch<'a> {
     x: Input<'a>,
     #[cfg(target_arch = "x86_64")]
     cells: &'a [int8::Cell],
+    #[cfg(target_arch = "x86_64")]
+    floats: &'a [f32],
 }
 
 /// Products of the rows `rows` of `w` with every vector; `out(vector, first, products)` gets some of them, of rows
@@ -180,7 +194,7 @@ pub(crate) fn gemm(
         float::gemm(
             level,
             &floats[..n_group],
-            x.x.all_f32(),
+            x.floats,
             w.n_cols(),
             0..n,
             &mut local.floats,
@@ -204,11 +218,21 @@ pub(crate) fn gemm(
     unreachable!("only AVX-512 has matrix products");
 }
 
+/// Hidden values of a batch, and how its neurons are dealt out: block `b` of 32 to chunk `b mod n_chunks`.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only AVX-512 has matrix products"))]
+pub(crate) struct Hidden<'a> {
+    /// `[n_rows, n_ff]`.
+    pub(crate) values: &'a [f32],
+    pub(crate) n_ff: usize,
+    pub(crate) n_chunks: usize,
+}
+
 /// `out[t][columns] = Σ_i h[t][i] · down row i` for a band of up to [`BAND_COLUMNS`] columns of a down projection by
 /// neuron: the neurons of each chunk in ascending order, then the chunks in order.
 ///
 /// # Shapes
-/// `row(i)` is the down row of neuron `i`, `h [n_rows, n_ff]`, `out [n_rows]` rows of the band.
+/// `row(i)` is the down row of neuron `i`; `out [n_rows]` rows of the band.
 ///
 /// # Panics
 /// If there is no kernel ([`has_down`]).
@@ -217,13 +241,12 @@ pub(crate) fn down<'a>(
     level: CpuLevel,
     ty: WeightType,
     row: impl Fn(usize) -> &'a [u8],
-    h: &[f32],
-    n_ff: usize,
-    n_chunks: usize,
+    hidden: Hidden<'_>,
     local: &mut Local,
     out: &mut Columns<'_, f32>,
 ) {
     let CpuLevel::Avx512(level) = level else { unreachable!("only AVX-512 has matrix products") };
+    let Hidden { values: h, n_ff, n_chunks } = hidden;
     let columns = out.range();
     let n_columns = columns.len();
     let n_rows = out.n_rows();
@@ -257,13 +280,12 @@ pub(crate) fn down_scaled<'a>(
     level: CpuLevel,
     block: impl Fn(usize) -> (&'a [u16], &'a [i8]),
     n_embd: usize,
-    h: &[f32],
-    n_ff: usize,
-    n_chunks: usize,
+    hidden: Hidden<'_>,
     local: &mut Local,
     out: &mut Columns<'_, f32>,
 ) {
     let CpuLevel::Avx512(level) = level else { unreachable!("only AVX-512 has matrix products") };
+    let Hidden { values: h, n_ff, n_chunks } = hidden;
     let columns = out.range();
     let (n_columns, n_rows) = (columns.len(), out.n_rows());
     let (sums, parts) = local.band[..2 * n_rows * BAND_COLUMNS].split_at_mut(n_rows * BAND_COLUMNS);
@@ -325,9 +347,7 @@ pub(crate) fn down<'a>(
     _: CpuLevel,
     _: WeightType,
     _: impl Fn(usize) -> &'a [u8],
-    _: &[f32],
-    _: usize,
-    _: usize,
+    _: Hidden<'_>,
     _: &mut Local,
     _: &mut Columns<'_, f32>,
 ) {
@@ -340,9 +360,7 @@ pub(crate) fn down_scaled<'a>(
     _: CpuLevel,
     _: impl Fn(usize) -> (&'a [u16], &'a [i8]),
     _: usize,
-    _: &[f32],
-    _: usize,
-    _: usize,
+    _: Hidden<'_>,
     _: &mut Local,
     _: &mut Columns<'_, f32>,
 ) {
