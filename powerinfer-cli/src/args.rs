@@ -69,6 +69,8 @@ pub(crate) enum DeviceName {
 pub(crate) enum LevelName {
     Scalar,
     Avx2,
+    Avx512,
+    Neon,
 }
 
 /// How keys and values are kept.

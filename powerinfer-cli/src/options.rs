@@ -175,6 +175,8 @@ fn cpu(args: &DeviceArgs) -> Result<Device, CliError> {
     let wanted = args.cpu_level.map(|level| match level {
         LevelName::Scalar => "scalar",
         LevelName::Avx2 => "avx2",
+        LevelName::Avx512 => "avx512",
+        LevelName::Neon => "neon",
     });
     let available = CpuLevel::available();
     let level = match wanted {

@@ -203,6 +203,7 @@ impl<'a> Input<'a> {
     }
 
     /// All vectors as they are, `[n_rows, n_cols]`.
+    #[cfg(target_arch = "x86_64")]
     pub(crate) fn all_f32(&self) -> &'a [f32] {
         self.x
     }

@@ -45,6 +45,23 @@ impl Avx512 {
     }
 }
 
+/// Proof that the CPU has NEON and its dot product instructions.
+///
+/// Invariant LEVEL-DETECTED: as for the levels of other CPUs, only [`Neon::detect`] makes a value.
+#[cfg(target_arch = "aarch64")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Neon(());
+
+#[cfg(target_arch = "aarch64")]
+impl Neon {
+    /// Asks the CPU.
+    pub fn detect() -> Option<Self> {
+        let has = std::arch::is_aarch64_feature_detected!("neon")
+            && std::arch::is_aarch64_feature_detected!("dotprod");
+        has.then_some(Self(()))
+    }
+}
+
 /// An instruction set that the kernels are written for and this CPU has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -57,6 +74,9 @@ pub enum CpuLevel {
     /// AVX-512 with BW, DQ, VL and VNNI (Ice Lake, Zen 4 and later).
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512),
+    /// NEON with dot products (64-bit Arm v8.2 with the option, which v8.4 has always).
+    #[cfg(target_arch = "aarch64")]
+    Neon(Neon),
 }
 
 impl CpuLevel {
@@ -73,6 +93,8 @@ impl CpuLevel {
             Avx2::detect().map(Self::Avx2),
             #[cfg(target_arch = "x86_64")]
             Avx512::detect().map(Self::Avx512),
+            #[cfg(target_arch = "aarch64")]
+            Neon::detect().map(Self::Neon),
         ]
         .into_iter()
         .flatten()
@@ -87,6 +109,8 @@ impl CpuLevel {
             Self::Avx2(_) => "avx2",
             #[cfg(target_arch = "x86_64")]
             Self::Avx512(_) => "avx512",
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon(_) => "neon",
         }
     }
 }

@@ -41,6 +41,8 @@ pub use attention::KvType;
 pub use backend::{Certified, CpuBackend, CpuOptions, WeightHome};
 pub use cores::default_threads;
 pub use level::CpuLevel;
+#[cfg(target_arch = "aarch64")]
+pub use level::Neon;
 #[cfg(target_arch = "x86_64")]
 pub use level::{Avx2, Avx512};
 pub use pool::{Columns, Pool};

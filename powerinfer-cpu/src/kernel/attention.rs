@@ -16,6 +16,8 @@ use powerinfer_sparse_ops::block::BlockQ8_0;
 
 use crate::level::CpuLevel;
 
+#[cfg(target_arch = "aarch64")]
+use super::neon;
 use super::scalar;
 #[cfg(target_arch = "x86_64")]
 use super::{avx2, avx512};
@@ -88,6 +90,8 @@ pub(crate) fn widen(level: CpuLevel, kept: Kept<'_>, row_len: usize, to: &mut [L
         CpuLevel::Avx2(level) => avx2::attention::widen(level, kept, row_len, to),
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx512(level) => avx512::attention::widen(level, kept, row_len, to),
+        #[cfg(target_arch = "aarch64")]
+        CpuLevel::Neon(level) => neon::attention::widen(level, kept, row_len, to),
     }
 }
 
@@ -103,6 +107,8 @@ pub(crate) fn scores(level: CpuLevel, q: &[[f32; QUERIES]], k: &[ByPosition], ou
         CpuLevel::Avx2(level) => avx2::attention::scores(level, q, k, out),
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx512(level) => avx512::attention::scores(level, q, k, out),
+        #[cfg(target_arch = "aarch64")]
+        CpuLevel::Neon(level) => neon::attention::scores(level, q, k, out),
     }
 }
 
@@ -134,6 +140,8 @@ pub(crate) fn softmax(level: CpuLevel, scores: &mut ByPosition, n: usize, runnin
         CpuLevel::Avx2(level) => avx2::attention::softmax(level, scores, n, running),
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx512(level) => avx512::attention::softmax(level, scores, n, running),
+        #[cfg(target_arch = "aarch64")]
+        CpuLevel::Neon(level) => neon::attention::softmax(level, scores, n, running),
     }
 }
 
@@ -162,6 +170,8 @@ pub(crate) fn mix(level: CpuLevel, s: &Shares<'_>, v: &[Line], n_lines: usize, a
         CpuLevel::Avx2(level) => avx2::attention::mix(level, s, v, n_lines, acc),
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx512(level) => avx512::attention::mix(level, s, v, n_lines, acc),
+        #[cfg(target_arch = "aarch64")]
+        CpuLevel::Neon(level) => neon::attention::mix(level, s, v, n_lines, acc),
     }
 }
 

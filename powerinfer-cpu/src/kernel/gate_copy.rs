@@ -8,6 +8,8 @@ use std::ops::Range;
 
 use powerinfer_sparse_ops::{GateCopy, GateInput};
 
+#[cfg(target_arch = "aarch64")]
+use super::neon;
 use super::scalar;
 #[cfg(target_arch = "x86_64")]
 use super::{avx2, avx512};
@@ -66,6 +68,8 @@ pub(crate) fn gate_word<const T: usize>(
         CpuLevel::Avx2(level) => avx2::gate_copy::word(level, p, rows, neurons, tokens),
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx512(level) => avx512::gate_copy::word(level, p, rows, neurons, tokens),
+        #[cfg(target_arch = "aarch64")]
+        CpuLevel::Neon(level) => neon::gate_copy::word(level, p, rows, neurons, tokens),
     }
 }
 

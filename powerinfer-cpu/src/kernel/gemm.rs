@@ -15,7 +15,9 @@ use super::avx512::{axpy, float, int8, scaled};
 use crate::aligned::Aligned;
 use crate::input::Input;
 use crate::level::CpuLevel;
-use crate::planar::{BLOCK, Planar};
+#[cfg(target_arch = "x86_64")]
+use crate::planar::BLOCK;
+use crate::planar::Planar;
 use crate::pool::{Columns, Pool};
 use crate::rows::Rows;
 
@@ -30,18 +32,18 @@ pub(crate) const BAND_COLUMNS: usize = 64;
 
 /// Whether there are kernels for weights of type `ty`.
 pub(crate) fn has_gemm(level: CpuLevel, ty: WeightType) -> bool {
-    match level {
-        #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(_) => ty.is_float() || Planar::of(ty).is_some(),
-        _ => false,
-    }
+    has_kernels(level) && (ty.is_float() || Planar::of(ty).is_some())
 }
 
 /// Whether there are kernels for down projections by neuron of type `ty`.
 pub(crate) fn has_down(level: CpuLevel, ty: WeightType) -> bool {
+    has_kernels(level) && super::AXPY_TYPES.contains(&ty)
+}
+
+fn has_kernels(level: CpuLevel) -> bool {
     match level {
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(_) => super::AXPY_TYPES.contains(&ty),
+        CpuLevel::Avx512(_) => true,
         _ => false,
     }
 }
@@ -53,6 +55,7 @@ pub(crate) struct Local {
     #[cfg(target_arch = "x86_64")]
     panel: Vec<int8::Line>,
     /// Weights as f32.
+    #[cfg(target_arch = "x86_64")]
     floats: Aligned<f32>,
     /// Products of a band, `[n_rows, BAND_ROWS]`, or sums of one, `[n_rows, BAND_COLUMNS]` twice.
     pub(crate) band: Aligned<f32>,
@@ -82,6 +85,8 @@ impl Local {
             let floats = float::GEMM_SCRATCH.max(BLOCK * BAND_COLUMNS);
             self.floats.grow(floats);
         }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = n_cols;
         let band = n_rows * BAND_ROWS.max(2 * BAND_COLUMNS);
         self.band.grow(band);
     }
@@ -133,6 +138,7 @@ impl Buffers {
 /// Vectors that are ready for [`gemm`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Batch<'a> {
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only AVX-512 has matrix products"))]
     x: Input<'a>,
     #[cfg(target_arch = "x86_64")]
     cells: &'a [int8::Cell],
@@ -214,6 +220,7 @@ pub(crate) fn gemm(
 
 /// Hidden values of a batch, and how its neurons are dealt out: block `b` of 32 to chunk `b mod n_chunks`.
 #[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only AVX-512 has matrix products"))]
 pub(crate) struct Hidden<'a> {
     /// `[n_rows, n_ff]`.
     pub(crate) values: &'a [f32],

@@ -23,6 +23,8 @@ mod avx2;
 mod avx512;
 mod gate_copy;
 pub(crate) mod gemm;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod scalar;
 
 pub(crate) use gate_copy::{GATE_TILE, GateToken, gate_word};
@@ -148,6 +150,8 @@ pub(crate) fn dot<const T: usize>(
             CpuLevel::Avx2(level) => avx2::dot::dot_planar(level, kind, w, x.x8s(rows)),
             #[cfg(target_arch = "x86_64")]
             CpuLevel::Avx512(level) => avx512::int8::dot(level, kind, w, x.x8s(rows)),
+            #[cfg(target_arch = "aarch64")]
+            CpuLevel::Neon(level) => neon::dot::dot_planar(level, kind, w, x.x8s(rows)),
         },
         Row::Blocks(ty, w) => match level {
             CpuLevel::Scalar => scalar::dot::dot(ty, w, x, rows),
@@ -160,6 +164,8 @@ pub(crate) fn dot<const T: usize>(
                 }
                 _ => avx2::dot::dot(level.avx2(), ty, w, x, rows),
             },
+            #[cfg(target_arch = "aarch64")]
+            CpuLevel::Neon(level) => neon::dot::dot(level, ty, w, x, rows),
         },
     }
 }
@@ -174,6 +180,8 @@ fn dot_floats<const T: usize>(level: CpuLevel, w: Floats<'_>, x: [&[f32]; T]) ->
             let [sums] = avx512::float::dot_tile(level, [w], x);
             sums
         }
+        #[cfg(target_arch = "aarch64")]
+        CpuLevel::Neon(level) => neon::dot::dot_floats(level, w, x),
     }
 }
 
@@ -212,6 +220,8 @@ pub(crate) fn axpy<const N: usize>(
         CpuLevel::Avx2(level) => avx2::axpy::axpy(level, ty, a, rows, acc),
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx512(level) => avx512::axpy::axpy(level, ty, a, rows, acc),
+        #[cfg(target_arch = "aarch64")]
+        CpuLevel::Neon(level) => neon::axpy::axpy(level, ty, a, rows, acc),
     }
 }
 
@@ -233,6 +243,8 @@ pub(crate) fn axpy_scaled(
         CpuLevel::Avx2(level) => avx2::axpy::axpy_scaled(level, terms, scales, values, acc),
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx512(level) => avx512::axpy::axpy_scaled(level, terms, scales, values, acc),
+        #[cfg(target_arch = "aarch64")]
+        CpuLevel::Neon(level) => neon::axpy::axpy_scaled(level, terms, scales, values, acc),
     }
 }
 

@@ -5,6 +5,7 @@ use powerinfer_testing::tiny::Random;
 
 use super::*;
 use crate::input::{Forms, InputBuffers};
+use crate::planar::PlanarX;
 use crate::pool::Pool;
 
 /// Rows of a type with random bits and sensible scales, at an address that is aligned for the type and no more.
@@ -142,6 +143,70 @@ fn dots_match_the_decoded_sum_for_every_type_level_and_length() {
                     // A few roundings for each of the partial sums.
                     assert!(error <= size * 1e-6, "{what}: {got}, want {want}, size {size}");
                 }
+            }
+        }
+    }
+}
+
+/// Halves onto each other.
+fn tree(mut lanes: [f32; 16]) -> f32 {
+    for half in [8, 4, 2, 1] {
+        for lane in 0..half {
+            lanes[lane] += lanes[lane + half];
+        }
+    }
+    lanes[0]
+}
+
+/// The rule of a product of floats: 16 sums, and halves onto each other.
+fn by_the_rule(w: &[f32], x: &[f32]) -> f32 {
+    let mut lanes = [0f32; 16];
+    for (k, (w, x)) in w.iter().zip(x).enumerate() {
+        lanes[k % 16] = w.mul_add(*x, lanes[k % 16]);
+    }
+    tree(lanes)
+}
+
+/// The same for integers apart from scales: a block adds to one of 16 sums.
+fn planar_by_the_rule(kind: Planar, row: PlanarRow<'_>, x: PlanarX<'_>) -> f32 {
+    let f32_of = |bits: u16| half::f16::from_bits(bits).to_f32();
+    let mut lanes = [0f32; 16];
+    for (b, d) in row.scales.iter().enumerate() {
+        let (u, q) = (row.block(kind, b), x.values(b));
+        let dot: i32 = u.iter().zip(q).map(|(u, q)| (i32::from(*u) - kind.offset()) * i32::from(q)).sum();
+        let lane = &mut lanes[b % 16];
+        *lane = (dot as f32).mul_add(f32_of(*d) * x.d[b], *lane);
+        if let Some(m) = row.mins.get(b) {
+            *lane = f32_of(*m).mul_add(x.d[b] * x.sums[b] as f32, *lane);
+        }
+    }
+    tree(lanes)
+}
+
+#[test]
+fn avx512_and_neon_keep_to_one_rule() {
+    let mut random = Random::new(7);
+    let mut pool = Pool::try_new(1).unwrap();
+    for level in CpuLevel::available().into_iter().filter(|l| ["avx512", "neon"].contains(&l.name())) {
+        for ty in WeightType::ALL.into_iter().filter(|ty| ty.is_float() || Planar::of(*ty).is_some()) {
+            for n in lengths(ty) {
+                let file = FileRow::random(&mut random, ty, n);
+                let laid = Laid::new(ty, file.bytes(), n);
+                let row = laid.row(ty, file.bytes(), n);
+                let x = random.normals(n, 1.0);
+                let mut buffers = InputBuffers::default();
+                buffers.reserve(1, n);
+                let x = buffers.prepare(&mut pool, &x, n, Forms::of(ty));
+                let want = match row {
+                    Row::Planar(kind, row) => planar_by_the_rule(kind, row, x.x8s([0])[0]),
+                    _ => {
+                        let mut w = vec![0.0; n];
+                        decode_row(ty, file.bytes(), &mut w);
+                        by_the_rule(&w, x.f32s([0])[0])
+                    }
+                };
+                let [got] = dot(level, row, &x, [0]);
+                assert_eq!(got.to_bits(), want.to_bits(), "{} {ty} of {n}", level.name());
             }
         }
     }
@@ -322,20 +387,6 @@ mod avx512_forms {
     use crate::level::Avx512;
 
     const FLOATS: [WeightType; 3] = [WeightType::F32, WeightType::F16, WeightType::BF16];
-
-    /// The rule of a product: 16 sums, and halves onto each other.
-    fn by_the_rule(w: &[f32], x: &[f32]) -> f32 {
-        let mut lanes = [0f32; 16];
-        for (k, (w, x)) in w.iter().zip(x).enumerate() {
-            lanes[k % 16] = w.mul_add(*x, lanes[k % 16]);
-        }
-        for half in [8, 4, 2, 1] {
-            for lane in 0..half {
-                lanes[lane] += lanes[lane + half];
-            }
-        }
-        lanes[0]
-    }
 
     fn check_tile<const R: usize, const T: usize>(
         level: Avx512,
