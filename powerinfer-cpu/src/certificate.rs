@@ -92,7 +92,7 @@ impl Certificate {
         let mut kept = 0;
         for i in 0..neurons.len() {
             if let Some(&next) = neurons.get(i + 2) {
-                prefetch(self.copy.bytes(next as usize));
+                prefetch(&self.copy, next as usize);
             }
             let neuron = neurons[i];
             let scores = dot(level, self.copy.row(neuron as usize), &x.planes, [0, 1]);
