@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Runs every comparison that the project sets itself and prints ratio, goal and whether it is met.
 
-The ratio is ours / other, where `other` is llama.cpp, or our own engine on the dense file where the line says so; how it
-is measured says compare_llama_cpp.py. Lines whose files are missing are skipped. A line that fails is reported and the
+The ratio is ours / llama.cpp on the dense file; how it is measured says compare_llama_cpp.py. Lines whose files are missing are skipped. A line that fails is reported and the
 rest goes on. Exit status 1 if a line failed; goals that are missed do not count as failures.
 
 Usage:
@@ -10,7 +9,8 @@ Usage:
     python tools/compare_all.py --cli ... --models FOLDER --only decode --threads 1 --save benches/record/NAME.jsonl
 
 The folder holds NAME.dense.TYPE.gguf and NAME.pwri.TYPE.gguf for the names given by --size and --prefill-size, and
-smol.TYPE.gguf (SmolLM2). quantize_llama_cpp.py makes the dense ones from F16, `powerinfer quantize` the others.
+smol.TYPE.gguf (SmolLM2), and calibrations NAME.TYPE.cal.safetensors that `powerinfer calibrate --all-layers -o` wrote
+for the sparse files. quantize_llama_cpp.py makes the dense ones from F16, `powerinfer quantize` the others.
 """
 import argparse
 import sys
@@ -27,33 +27,37 @@ class Case:
     ours: str
     other: str
     figure: str
-    # Ours / other; 1 is "not slower".
-    goal: float
+    # Ours / other with one thread and with more; 1 is "not slower".
+    goals: tuple
     ours_args: tuple = ()
-    # The other side is our engine too.
-    other_is_ours: bool = False
 
 
 def cases(size, prefill_size):
     out = []
 
-    def add(group, ours, other, figure, goal, **more):
-        out.append(Case(group, f"{ours}.gguf", f"{other}.gguf", figure, goal, **more))
+    def add(group, ours, other, figure, goals, **more):
+        out.append(Case(group, f"{ours}.gguf", f"{other}.gguf", figure, goals, **more))
 
     dense = [f"smol.{ty}" for ty in ("q4_1", "q8_0")]
     dense += [f"{size}.dense.{ty}" for ty in ("f16", "q8_0", "q4_0", "q4_k")]
     for name in dense:
-        add("decode", name, name, "decode_tok_s", 1.0)
+        add("decode", name, name, "decode_tok_s", (1.0, 1.0))
     for ty in ("f16", "q8_0", "q4_0"):
         name = f"{prefill_size}.dense.{ty}"
-        add("prefill", name, name, "prefill_tok_s", 1.0)
+        add("prefill", name, name, "prefill_tok_s", (1.0, 1.0))
     for ty in ("f16", "q8_0", "q4_0"):
-        for mode in ("dense", "predictor"):
-            add("pwri-prefill", f"{prefill_size}.pwri.{ty}", f"{prefill_size}.dense.{ty}", "prefill_tok_s", 1.0,
-                ours_args=("--mode", mode), other_is_ours=True)
-    for ty in ("f16", "q4_0"):
-        for mode in ("predictor", "exact"):
-            add("sparse", f"{size}.pwri.{ty}", f"{size}.dense.{ty}", "decode_tok_s", 1.0, ours_args=("--mode", mode))
+        add("pwri-prefill", f"{prefill_size}.pwri.{ty}", f"{prefill_size}.dense.{ty}", "prefill_tok_s", (0.8, 0.8))
+    # Calibrations of the sparse files lie beside them under another name, so that nothing takes them by itself.
+    for ty, args, goals in (
+        ("f16", "--mode predictor", (2.2, 1.8)),
+        ("q4_0", "--mode predictor", (2.2, 2.0)),
+        ("f16", "--mode exact --certified off", (1.6, 1.45)),
+        ("q4_0", "--mode exact", (1.7, 1.5)),
+        ("f16", "--mode exact --certified on", (2.0, 1.7)),
+        ("f16", "--mode predictor --calibration {models}/{size}.f16.cal.safetensors", (2.2, 1.9)),
+        ("q4_0", "--mode predictor --calibration {models}/{size}.q4_0.cal.safetensors", (2.0, 1.7)),
+    ):
+        add("sparse", f"{size}.pwri.{ty}", f"{size}.dense.{ty}", "decode_tok_s", goals, ours_args=tuple(args.split()))
     return out
 
 
@@ -65,16 +69,18 @@ def measured_row(args, case, threads):
     prefill = case.figure == "prefill_tok_s"
     prompt, decode = (args.prompt, 1) if prefill else (16, args.decode)
     sizes = (prompt, decode, threads, args.inner)
-    second = our_command(args.cli, other, *sizes) if case.other_is_ours else llama_command(other, *sizes)
-    measured = pairs(our_command(args.cli, ours, *sizes, case.ours_args), second, args.repeats)
+    names = {"models": args.models, "size": args.size}
+    ours_args = tuple(argument.format(**names) for argument in case.ours_args)
+    goal = case.goals[0 if threads == 1 else 1]
+    measured = pairs(our_command(args.cli, ours, *sizes, ours_args), llama_command(other, *sizes), args.repeats)
     line = summary(measured, case.figure)
     if args.save:
         save(args.save, model=case.ours, other_model=case.other, ours_args=" ".join(case.ours_args),
-             other_engine="ours" if case.other_is_ours else "llama.cpp", figure=case.figure, goal=case.goal,
+             figure=case.figure, goal=goal,
              prompt=prompt, decode=decode, threads=threads, n_pairs=len(measured), **line)
-    met = "yes" if line["ratio"] >= case.goal else "no"
+    met = "yes" if line["ratio"] >= goal else "no"
     return [f"{line['ours']:.2f}", f"{line['other']:.2f}", f"{line['ratio']:.3f}",
-            f"{line['ratio_min']:.3f}..{line['ratio_max']:.3f}", f"{case.goal:.2f}", met]
+            f"{line['ratio_min']:.3f}..{line['ratio_max']:.3f}", f"{goal:.2f}", met]
 
 
 def main():
@@ -98,7 +104,6 @@ def main():
         if groups and case.group not in groups:
             continue
         name = " ".join([case.group, case.ours.removesuffix(".gguf"), *case.ours_args[1:]])
-        name += " / ours dense" if case.other_is_ours else ""
         for threads in thread_counts(args.threads):
             try:
                 cells = measured_row(args, case, threads) or ["file missing", *[""] * 5]

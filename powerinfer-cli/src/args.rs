@@ -66,6 +66,16 @@ pub(crate) enum DeviceName {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum WeightsIn {
+    /// Memory of this process, in pages of 2 MiB where the system has them
+    HugePages,
+    /// Memory of this process, in pages of the usual size
+    SmallPages,
+    /// MODEL.weights-cache beside the model: written at the first start, mapped and shared by later ones
+    CacheFile,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum LevelName {
     Scalar,
     Avx2,
@@ -138,6 +148,9 @@ pub(crate) struct DeviceArgs {
     /// Instruction set; the best of this CPU unless given
     #[arg(long, value_enum, value_name = "NAME")]
     pub(crate) cpu_level: Option<LevelName>,
+    /// Where weights live; huge-pages unless given
+    #[arg(long, value_enum, value_name = "HOME")]
+    pub(crate) weights_in: Option<WeightsIn>,
     /// How keys and values of the context are kept; f16 unless given
     #[arg(long, value_enum, value_name = "NAME")]
     pub(crate) kv_type: Option<KvTypeName>,

@@ -7,16 +7,16 @@ use powerinfer_core::sampling::{Mirostat, SamplingParams};
 use powerinfer_core::tokenizer::{Encode, Tokenizer, TokenizerError};
 use powerinfer_core::{
     Activation, ActiveMode, CalibrationChoice, Certified, CpuLevel, CpuOptions, Device, KvType, LoadOptions,
-    Model, NoteLevel, Rounding, TokenId, default_threads,
+    LoadProgress, Model, NoteLevel, Rounding, TokenId, WeightHome, default_threads,
 };
 use powerinfer_gguf::{GgufFile, GgufModel};
 
 use crate::args::{
     ActivationName, CertifiedName, DeviceArgs, DeviceName, KvTypeName, LevelName, Mode, ModelArgs,
-    SamplingArgs,
+    SamplingArgs, WeightsIn,
 };
 use crate::error::CliError;
-use crate::output::say;
+use crate::output::{progress_bar, say};
 
 /// Where a model comes from.
 #[derive(Clone, Debug)]
@@ -107,7 +107,7 @@ impl Loaded {
 
 pub(crate) fn load_options(args: &ModelArgs, mode: Option<ActiveMode>) -> Result<LoadOptions, CliError> {
     Ok(LoadOptions {
-        device: device(&args.device)?,
+        device: device(&args.device, args.model.as_deref())?,
         activation: args.activation.map(activation),
         sparse_threshold: args.sparse_threshold,
         mode,
@@ -119,7 +119,24 @@ pub(crate) fn load_options(args: &ModelArgs, mode: Option<ActiveMode>) -> Result
         },
         recall: args.recall,
         pre_tokenizer: args.pre,
+        progress: load_progress(),
         ..LoadOptions::default()
+    })
+}
+
+/// A bar for weights that take a moment to bring in.
+fn load_progress() -> LoadProgress {
+    const WORTH_SHOWING: u64 = 512 << 20;
+    let bar = std::sync::OnceLock::new();
+    LoadProgress::new(move |done, total| {
+        if total < WORTH_SHOWING {
+            return;
+        }
+        let bar = bar.get_or_init(|| progress_bar(total, "loading  {bar:40} {bytes}/{total_bytes}"));
+        bar.set_position(done);
+        if done == total {
+            bar.finish_and_clear();
+        }
     })
 }
 
@@ -153,7 +170,7 @@ pub(crate) fn modes(asked: &[Mode], model: &Model) -> Vec<ActiveMode> {
     modes
 }
 
-fn device(args: &DeviceArgs) -> Result<Device, CliError> {
+fn device(args: &DeviceArgs, model: Option<&Path>) -> Result<Device, CliError> {
     match args.device {
         DeviceName::Reference => {
             let flags = [
@@ -161,17 +178,18 @@ fn device(args: &DeviceArgs) -> Result<Device, CliError> {
                 ("--cpu-level", args.cpu_level.is_some()),
                 ("--kv-type", args.kv_type.is_some()),
                 ("--certified", args.certified.is_some()),
+                ("--weights-in", args.weights_in.is_some()),
             ];
             match flags.into_iter().find(|(_, given)| *given) {
                 Some((flag, _)) => Err(CliError::FlagWithoutUse { flag, device: "reference" }),
                 None => Ok(Device::Reference(Rounding::None)),
             }
         }
-        DeviceName::Cpu => cpu(args),
+        DeviceName::Cpu => cpu(args, model),
     }
 }
 
-fn cpu(args: &DeviceArgs) -> Result<Device, CliError> {
+fn cpu(args: &DeviceArgs, model: Option<&Path>) -> Result<Device, CliError> {
     let wanted = args.cpu_level.map(|level| match level {
         LevelName::Scalar => "scalar",
         LevelName::Avx2 => "avx2",
@@ -201,7 +219,22 @@ fn cpu(args: &DeviceArgs) -> Result<Device, CliError> {
         Some(CertifiedName::On) => Certified::On,
         Some(CertifiedName::Off) => Certified::Off,
     };
-    Ok(Device::Cpu(CpuOptions { threads, level, kv_type, certified, ..CpuOptions::default() }))
+    let home = match (args.weights_in, model) {
+        (None | Some(WeightsIn::HugePages), _) => WeightHome::HugePages,
+        (Some(WeightsIn::SmallPages), _) => WeightHome::SmallPages,
+        (Some(WeightsIn::CacheFile), Some(path)) => {
+            let mut name = path.as_os_str().to_owned();
+            name.push(".weights-cache");
+            WeightHome::CacheFile(name.into())
+        }
+        (Some(WeightsIn::CacheFile), None) => {
+            return Err(CliError::FlagWithoutUse {
+                flag: "--weights-in cache-file",
+                device: "cpu without --model",
+            });
+        }
+    };
+    Ok(Device::Cpu(CpuOptions { threads, level, kv_type, certified, home, ..CpuOptions::default() }))
 }
 
 /// Threads that compute with these flags.

@@ -261,6 +261,8 @@ impl Planner {
                 let at = n.saturating_sub(64) * sample / 63;
                 hash.update(&bytes[at..n.min(at + 64)]);
             }
+            // A sample brings in the pages around it.
+            m.release();
         };
         for bundle in &self.bundles {
             bundle.parts.iter().for_each(|part| matrix(&part.source, bundle.at + part.at, bundle.stride));
