@@ -96,9 +96,9 @@ pub(crate) enum KvTypeName {
 /// Which gates get an 8-bit copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum CertifiedName {
-    /// F16 and BF16 gates of layers without a predictor.
+    /// F16 and BF16 gates that are wide enough, of layers without a predictor, with AVX-512
     Auto,
-    /// All gates of F16, BF16 and F32.
+    /// All gates of F16, BF16 and F32
     On,
     Off,
 }
@@ -154,7 +154,8 @@ pub(crate) struct DeviceArgs {
     /// How keys and values of the context are kept; f16 unless given
     #[arg(long, value_enum, value_name = "NAME")]
     pub(crate) kv_type: Option<KvTypeName>,
-    /// Whether 8-bit copies of F16 and BF16 gates show which rows need not be read in mode exact; results are the same
+    /// Whether 8-bit copies of F16 and BF16 gates, half their size, show which rows need not be read in mode exact;
+    /// results are the same; auto unless given
     #[arg(long, value_enum, value_name = "WHEN")]
     pub(crate) certified: Option<CertifiedName>,
 }

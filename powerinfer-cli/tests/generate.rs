@@ -116,6 +116,10 @@ fn wrong_usage_ends_with_status_2_and_names_the_flag() {
         (&["--stop", ""], &["--stop"]),
         (&["--device", "reference", "-t", "2"], &["--threads has no meaning for device reference"]),
         (&["--device", "reference", "--kv-type", "f32"], &["--kv-type has no meaning for device reference"]),
+        (
+            &["--device", "reference", "--certified", "on"],
+            &["--certified has no meaning for device reference"],
+        ),
         (&["--kv-type", "q4"], &["--kv-type", "f16, f32, q8_0"]),
         (&["-p", "a", "-f", "b"], &["--prompt", "--file"]),
         (&["-m", &golden("opt-q4_0.gguf")], &["no prompt", "-p TEXT"]),

@@ -52,7 +52,8 @@ pub struct CpuOptions {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Certified {
-    /// For gates of F16 and BF16 in layers without a predictor, if there is memory for it.
+    /// For gates of F16 and BF16 with rows of at least 1024 weights, in layers without a predictor, on CPUs with AVX-512,
+    /// if there is memory for it.
     #[default]
     Auto,
     /// For all gates for which it is possible.
@@ -280,10 +281,11 @@ impl CpuBackend {
             }
         }
         let certified = self.certified;
-        let wanted = |layer: LayerId, gate: &WeightMatrix| match (certified, gate.ty()) {
-            (Certified::On, _) => true,
-            (Certified::Auto, WeightType::F16 | WeightType::BF16) => !predicted[layer.index()],
-            _ => false,
+        let level = self.cpu.level;
+        let wanted = |layer: LayerId, gate: &WeightMatrix| match certified {
+            Certified::On => true,
+            Certified::Auto => !predicted[layer.index()] && Certificate::pays_for(gate, level),
+            Certified::Off => false,
         };
         let without = planner.n_bytes();
         let mut ffns: Vec<&mut PlannedFfn> = pending

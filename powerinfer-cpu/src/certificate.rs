@@ -11,6 +11,8 @@
 //! score    s = fl(c·a) + fl(c·b)
 //! ```
 //!
+//! Most rows are decided by `a` alone, for which `b = 0` and `e = x − a` below; `b` is for those that this leaves open.
+//!
 //! Claim: `fl(w·x) ≤ s + R·(X + E + γA) + W·(E + γ(X + A)) + n·2^-148`, with `γ = m / (2^24 − m)`, `m = n + 8`,
 //! where `fl` is the f32 result of a kernel. A row for which the right side is negative is silent.
 //!
@@ -30,7 +32,7 @@ use std::sync::Arc;
 use powerinfer_sparse_ops::{WeightMatrix, WeightType};
 
 use crate::input::{Forms, Input, InputBuffers};
-use crate::kernel::{dot, prefetch};
+use crate::kernel::{Row, dot, prefetch};
 use crate::level::CpuLevel;
 use crate::memory::Memory;
 use crate::planar::{BLOCK, GROUP, Planar};
@@ -71,6 +73,21 @@ impl Certificate {
             && gate.n_cols().is_multiple_of(BLOCK)
     }
 
+    /// Whether one is worth its memory, by what mode `exact` gains in tokens/s for whole F16 models, one thread on a Xeon
+    /// of CPU model 207 that others used as well. With AVX-512: 20 % with rows of 2048 weights and 5 % with 768 (synthetic
+    /// models, 10 % of the neurons fire), nothing with 576 (a trained one, 18 %). With AVX2, which is busy computing:
+    /// 3 %, nothing, and a loss. BF16 and more threads than two were not measured.
+    pub(crate) fn pays_for(gate: &WeightMatrix, level: CpuLevel) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        let is_fast = matches!(level, CpuLevel::Avx512(_));
+        #[cfg(not(target_arch = "x86_64"))]
+        let is_fast = {
+            let _ = level;
+            false
+        };
+        is_fast && gate.ty() != WeightType::F32 && gate.n_cols() >= 1024
+    }
+
     /// Bytes of the one for this gate, but for what lies between its parts.
     pub(crate) fn n_bytes_for(gate: &WeightMatrix) -> usize {
         gate.n_rows() * (copy_bytes(gate.n_cols()) + size_of::<Norms>())
@@ -95,9 +112,9 @@ impl Certificate {
                 prefetch(&self.copy, next as usize);
             }
             let neuron = neurons[i];
-            let scores = dot(level, self.copy.row(neuron as usize), &x.planes, [0, 1]);
             neurons[kept] = neuron;
-            kept += usize::from(!x.slack.proves_silent(scores, norms[neuron as usize]));
+            kept +=
+                usize::from(!x.proves_silent(level, self.copy.row(neuron as usize), norms[neuron as usize]));
         }
         kept
     }
@@ -186,7 +203,27 @@ pub(crate) struct CertifiedBuffers {
 pub(crate) struct CertifiedInput<'a> {
     /// `a` and the enlarged `b`.
     planes: Input<'a>,
-    slack: Slack,
+    /// With `a` alone.
+    coarse: Slack,
+    /// With both.
+    fine: Slack,
+}
+
+impl CertifiedInput<'_> {
+    /// Whether a row with this copy has a gate below zero for certain.
+    #[inline]
+    fn proves_silent(&self, level: CpuLevel, copy: Row<'_>, norms: Norms) -> bool {
+        let norms = norms.map(f64::from);
+        let [a] = dot(level, copy, &self.planes, [0]).map(f64::from);
+        if self.coarse.proves_silent(a, norms) {
+            return true;
+        }
+        // The last bits of `x` hardly ever bring down what is not below zero.
+        a < 0.0 && {
+            let [b] = dot(level, copy, &self.planes, [1]).map(f64::from);
+            self.fine.proves_silent(a + b / f64::from(ENLARGED), norms)
+        }
+    }
 }
 
 impl CertifiedBuffers {
@@ -210,8 +247,8 @@ impl CertifiedBuffers {
             }
         });
         let planes = self.buffers.prepare(pool, planes, n, forms);
-        let slack = Slack::new(x, &planes);
-        CertifiedInput { planes, slack }
+        let [coarse, fine] = slacks(x, &planes);
+        CertifiedInput { planes, coarse, fine }
     }
 }
 
@@ -246,44 +283,47 @@ struct Slack {
 }
 
 impl Slack {
-    /// `planes` holds the forms of `x`.
-    fn new(x: &[f32], planes: &Input<'_>) -> Self {
-        // ‖x‖, ‖a‖, ‖b‖, ‖e‖.
-        let mut squares = [[0f64; 8]; 4];
-        let [b] = planes.x8s([1]);
-        for_blocks(planes, 0, x, |block, d_a, a, x| {
-            let d_b = f64::from(b.d[block]) / f64::from(ENLARGED);
-            let [b_first, b_second] = b.block(block);
-            for j in 0..BLOCK {
-                let b = if j < BLOCK / 2 { b_first[j] } else { b_second[j - BLOCK / 2] };
-                let (x, a, b) = (f64::from(x[j]), f64::from(d_a) * f64::from(a[j]), d_b * f64::from(b));
-                for (squares, value) in squares.iter_mut().zip([x, a, b, x - a - b]) {
-                    squares[j % 8] += value * value;
-                }
-            }
-        });
-        let [x_norm, a, b, e] = squares.map(|squares| norm(squares) * UP);
-        let n = x.len() as f64;
+    /// From `n`, `X`, `A` and `E`.
+    fn new(n: usize, x: f64, parts: f64, rest: f64) -> Self {
+        let n = n as f64;
         let m = n + 8.0;
         let gamma = m / (f64::from(1 << 24) - m);
         // A difference may lose a bit of what it is a difference of.
-        let e = e + (x_norm + a + b) * 2f64.powi(-50);
+        let rest = rest + (x + parts) * 2f64.powi(-50);
         Self {
-            of_residual: (x_norm + e + gamma * (a + b)) * UP,
-            of_row: (e + gamma * (x_norm + a + b)) * UP,
-            norm: x_norm + a + b,
+            of_residual: (x + rest + gamma * parts) * UP,
+            of_row: (rest + gamma * (x + parts)) * UP,
+            norm: x + parts,
             least: n * 2f64.powi(-148),
         }
     }
 
-    /// Whether a row with these scores and norms has a gate below zero for certain.
+    /// Whether a row with this score and these norms has a gate below zero for certain.
     #[inline]
-    fn proves_silent(&self, scores: [f32; 2], norms: Norms) -> bool {
-        let [residual, row] = norms.map(f64::from);
-        let score = f64::from(scores[0]) + f64::from(scores[1]) / f64::from(ENLARGED);
+    fn proves_silent(&self, score: f64, [residual, row]: [f64; 2]) -> bool {
         let bound = residual * self.of_residual + row * self.of_row + self.least;
         score + bound < 0.0 && (row + residual) * self.norm < LARGEST
     }
+}
+
+/// What tests with the first plane and with both take from `x`, of which `planes` holds the forms.
+fn slacks(x: &[f32], planes: &Input<'_>) -> [Slack; 2] {
+    // x, a, x − a, b, x − a − b.
+    let mut squares = [[0f64; 8]; 5];
+    let [b] = planes.x8s([1]);
+    for_blocks(planes, 0, x, |block, d_a, a, x| {
+        let d_b = f64::from(b.d[block]) / f64::from(ENLARGED);
+        let [b_first, b_second] = b.block(block);
+        for j in 0..BLOCK {
+            let b = if j < BLOCK / 2 { b_first[j] } else { b_second[j - BLOCK / 2] };
+            let (x, a, b) = (f64::from(x[j]), f64::from(d_a) * f64::from(a[j]), d_b * f64::from(b));
+            for (squares, value) in squares.iter_mut().zip([x, a, x - a, b, x - a - b]) {
+                squares[j % 8] += value * value;
+            }
+        }
+    });
+    let [x_norm, a, rest_of_a, b, rest] = squares.map(|squares| norm(squares) * UP);
+    [Slack::new(x.len(), x_norm, a, rest_of_a), Slack::new(x.len(), x_norm, a + b, rest)]
 }
 
 /// Bytes of the copy of a row.

@@ -13,7 +13,8 @@
 //! rows want all of them. The bits are those of a row alone.
 //!
 //! One row alone goes through list by list: the neurons of a chunk that it wants, their gates, then what is left of
-//! them. A batch goes through in tiles of 16 rows, each row as if it were alone.
+//! them. Where it wants all neurons of a layer with a [`Certificate`], that is asked first which of their gates need be
+//! computed. A batch goes through in tiles of 16 rows, each row as if it were alone.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};

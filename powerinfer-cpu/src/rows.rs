@@ -465,6 +465,10 @@ mod tests {
         let mut planner = Planner::default();
         planner.neurons(&[&a], Some(&b));
         assert_ne!(of(&[&a, &b]), planner.fingerprint());
+        let mut planner = Planner::default();
+        planner.matrix(&a);
+        planner.certificate(&a);
+        assert_ne!(of(&[&a]), planner.fingerprint());
     }
 
     #[test]

@@ -221,9 +221,9 @@ fn certificates_save_gate_rows_and_change_no_bit() {
 
 #[test]
 fn gates_get_certificates_where_nothing_else_says_which_neurons_fire() {
-    let says = |ffn_type, activation, certified, predictors: bool| {
-        let model = TinyModel::new(TinyOptions { ffn_type, activation, ..TinyOptions::default() });
-        let mut cpu = with_certificates(&model, CpuLevel::detect(), certified);
+    let says = |ffn_type, n_embd, activation, certified, predictors: bool, level| {
+        let model = TinyModel::new(TinyOptions { ffn_type, n_embd, activation, ..TinyOptions::default() });
+        let mut cpu = with_certificates(&model, level, certified);
         if predictors {
             model.load_all(&mut cpu);
         } else {
@@ -232,21 +232,26 @@ fn gates_get_certificates_where_nothing_else_says_which_neurons_fire() {
         cpu.info().description.contains("8-bit copies of gates")
     };
     use powerinfer_sparse_ops::Activation::{Relu, Silu};
-    for (ty, activation, certified, predictors, expected) in [
-        (WeightType::F16, Relu, Certified::Auto, false, true),
-        (WeightType::BF16, Relu, Certified::Auto, false, true),
-        (WeightType::F32, Relu, Certified::Auto, false, false),
-        (WeightType::F16, Relu, Certified::Auto, true, false),
-        (WeightType::F16, Relu, Certified::On, true, true),
-        (WeightType::F32, Relu, Certified::On, true, true),
-        (WeightType::Q8_0, Relu, Certified::On, false, false),
-        (WeightType::F16, Silu, Certified::On, false, false),
-        (WeightType::F16, Relu, Certified::Off, false, false),
-    ] {
-        assert_eq!(
-            says(ty, activation, certified, predictors),
-            expected,
-            "{ty}, {activation:?}, {certified:?}, predictors {predictors}"
-        );
+    for level in CpuLevel::available() {
+        let pays = level.name() == "avx512";
+        for (ty, n_embd, activation, certified, predictors, expected) in [
+            (WeightType::F16, 1024, Relu, Certified::Auto, false, pays),
+            (WeightType::BF16, 1024, Relu, Certified::Auto, false, pays),
+            (WeightType::F32, 1024, Relu, Certified::Auto, false, false),
+            (WeightType::F16, 1024, Relu, Certified::Auto, true, false),
+            (WeightType::F16, 64, Relu, Certified::Auto, false, false),
+            (WeightType::F16, 64, Relu, Certified::On, true, true),
+            (WeightType::F32, 64, Relu, Certified::On, true, true),
+            (WeightType::Q8_0, 64, Relu, Certified::On, false, false),
+            (WeightType::F16, 64, Silu, Certified::On, false, false),
+            (WeightType::F16, 1024, Relu, Certified::Off, false, false),
+        ] {
+            assert_eq!(
+                says(ty, n_embd, activation, certified, predictors, level),
+                expected,
+                "{ty}, {n_embd}, {activation:?}, {certified:?}, predictors {predictors}, {}",
+                level.name()
+            );
+        }
     }
 }
