@@ -11,11 +11,8 @@ use crate::output::{bytes, percent, print, print_json, progress_bar, say, table}
 /// The scores of one mode.
 #[derive(Debug, Default)]
 struct Score {
-    /// Sum of negative log-likelihoods, in nats.
-    sum: f64,
-    /// Sum of their squares.
-    sum_of_squares: f64,
-    n_scored: usize,
+    /// Negative log-likelihood of each scored token, in nats.
+    nlls: Vec<f64>,
 }
 
 #[derive(Debug, Serialize)]
@@ -24,6 +21,9 @@ struct Outcome {
     mode: &'static str,
     ppl: f64,
     ppl_error: f64,
+    /// Relative change of the perplexity against the first mode, and its standard error, token by token.
+    change: f64,
+    change_error: f64,
     n_ctx: usize,
     n_chunks: usize,
     n_scored: usize,
@@ -61,7 +61,7 @@ pub(crate) fn run(args: &PerplexityArgs) -> Result<(), CliError> {
     bar.finish_and_clear();
     let outcomes: Vec<Outcome> = runs
         .iter()
-        .map(|(session, score)| outcome(&loaded.source.name(), session, score, n_chunks))
+        .map(|(session, score)| outcome(&loaded.source.name(), session, (score, &runs[0].1), n_chunks))
         .collect();
     if args.json {
         return print_json(&outcomes);
@@ -100,19 +100,29 @@ fn score_chunk(session: &mut Session, chunk: &[TokenId], score: &mut Score) -> R
 
 impl Score {
     fn add(&mut self, nll: f64) {
-        self.sum += nll;
-        self.sum_of_squares += nll * nll;
-        self.n_scored += 1;
+        self.nlls.push(nll);
     }
 
     /// Perplexity and its standard error: that of the mean, carried through the exponential.
     fn perplexity(&self) -> (f64, f64) {
-        let n = self.n_scored as f64;
-        let mean = self.sum / n;
-        let variance = (self.sum_of_squares / n - mean * mean).max(0.0);
-        let error_of_mean = if self.n_scored > 1 { (variance / (n - 1.0)).sqrt() } else { 0.0 };
-        (mean.exp(), error_of_mean * mean.exp())
+        let (mean, error) = mean_and_error(self.nlls.iter().copied());
+        (mean.exp(), error * mean.exp())
     }
+
+    /// Relative change of the perplexity against `base`, which scored the same tokens, and its standard error. Paired:
+    /// what both find hard cancels out.
+    fn change(&self, base: &Self) -> (f64, f64) {
+        let (mean, error) = mean_and_error(self.nlls.iter().zip(&base.nlls).map(|(nll, base)| nll - base));
+        (mean.exp() - 1.0, error * mean.exp())
+    }
+}
+
+/// Mean, and standard error of the mean; the error of a single value is 0.
+fn mean_and_error(values: impl Iterator<Item = f64> + Clone) -> (f64, f64) {
+    let n = values.clone().count() as f64;
+    let mean = values.clone().sum::<f64>() / n;
+    let squares: f64 = values.map(|v| (v - mean) * (v - mean)).sum();
+    (mean, if n > 1.0 { (squares / n / (n - 1.0)).sqrt() } else { 0.0 })
 }
 
 /// `ln Σ exp(logits) − logits[id]`, in f64.
@@ -122,17 +132,20 @@ fn negative_log_likelihood(logits: &[f32], id: TokenId) -> f64 {
     sum.ln() - f64::from(logits[id.index()] - max)
 }
 
-fn outcome(model: &str, session: &Session, score: &Score, n_chunks: usize) -> Outcome {
+fn outcome(model: &str, session: &Session, (score, first): (&Score, &Score), n_chunks: usize) -> Outcome {
     let (ppl, ppl_error) = score.perplexity();
+    let (change, change_error) = score.change(first);
     let stats = session.stats().prefill;
     Outcome {
         model: model.to_owned(),
         mode: session.mode().name(),
         ppl,
         ppl_error,
+        change,
+        change_error,
         n_ctx: session.n_ctx(),
         n_chunks,
-        n_scored: score.n_scored,
+        n_scored: score.nlls.len(),
         active_share: stats.active_share(),
         fired_share: stats.fired_share(),
         bytes_per_token: stats.bytes_per_token(),
@@ -141,12 +154,13 @@ fn outcome(model: &str, session: &Session, score: &Score, n_chunks: usize) -> Ou
 }
 
 fn print_table(outcomes: &[Outcome]) -> Result<(), CliError> {
-    let head = ["mode", "perplexity", "active", "fired", "bytes/token", "tok/s"];
+    let head = ["mode", "perplexity", "change", "active", "fired", "bytes/token", "tok/s"];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     rows.extend(outcomes.iter().map(|o| {
         vec![
             o.mode.to_owned(),
             format!("{:.4} ± {:.5}", o.ppl, o.ppl_error),
+            format!("{:+.2} ± {:.2} %", 100.0 * o.change, 100.0 * o.change_error),
             percent(o.active_share),
             percent(o.fired_share),
             bytes(o.bytes_per_token),
@@ -178,5 +192,16 @@ mod tests {
         // Variance 2/3 over n, divided by n - 1 = 2.
         assert!((ppl - 2f64.exp()).abs() < 1e-12);
         assert!((error - (1.0f64 / 3.0).sqrt() * 2f64.exp()).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_change_is_judged_token_by_token() {
+        let score = |nlls: &[f64]| Score { nlls: nlls.to_vec() };
+        let (base, same, shifted) = (score(&[1.0, 5.0]), score(&[1.0, 5.0]), score(&[1.1, 5.1]));
+        assert_eq!(same.change(&base), (0.0, 0.0));
+        let (change, error) = shifted.change(&base);
+        assert!((change - (0.1f64.exp() - 1.0)).abs() < 1e-12 && error < 1e-12);
+        let (_, error) = score(&[1.0, 5.2]).change(&base);
+        assert!((error - 0.1 * 0.1f64.exp()).abs() < 1e-12);
     }
 }

@@ -19,7 +19,7 @@ use crate::level::CpuLevel;
 pub(crate) const GATE_TILE: usize = 4;
 
 /// Bytes that codes are asked for ahead of their use. Each row is shorter than what the processor's own prefetch needs to
-/// get going: on one core of a 2.1 GHz Sapphire Rapids, rows of 4096 came from memory at 6 GB/s without this, at 10
+/// get going: on one core of a 2.1 GHz Emerald Rapids, rows of 4096 came from memory at 6 GB/s without this, at 10
 /// GB/s with 1 KiB, and at 12.7 GB/s with 4 KiB or 8 KiB (rows of 5120: 14.3 and 15.6), where plain reading made 14.4.
 #[cfg(target_arch = "x86_64")]
 const AHEAD_BYTES: usize = 8 << 10;

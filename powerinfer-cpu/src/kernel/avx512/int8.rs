@@ -46,7 +46,7 @@ pub(in crate::kernel) struct Cell {
 }
 
 /// Dot products of a row with `T` vectors. From memory it wants the caller to ask for the row after the next one:
-/// on one core of a 2.1 GHz Sapphire Rapids that made Q8_0 rows of 2048 half again as fast (10 to 15 GB/s).
+/// on one core of a 2.1 GHz Emerald Rapids that made Q8_0 rows of 2048 half again as fast (10 to 15 GB/s).
 ///
 /// # Shapes
 /// Any number of blocks; the arrays of each vector hold that of `row` or more, in whole groups of 16 blocks.

@@ -257,7 +257,7 @@ fn first<T, const N: usize>(mut x: [&[T]; N], n: usize) -> [&[T]; N] {
     x
 }
 
-/// Bytes that weights are asked for ahead of their use. On one core of a 2.1 GHz Sapphire Rapids, reading every row
+/// Bytes that weights are asked for ahead of their use. On one core of a 2.1 GHz Emerald Rapids, reading every row
 /// of 4096 from memory, this is 1.4 times as fast as without, and 1024 bytes 1.25 times; a quarter of the rows in no
 /// pattern is as fast as without.
 const AHEAD: usize = 2048;
