@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use powerinfer_cpu::{Certified, CpuBackend, CpuLevel, CpuOptions, KvType};
+use powerinfer_cpu::{Certified, CpuBackend, CpuLevel, CpuOptions, KvType, WeightHome};
 use powerinfer_sparse_ops::{
     ActiveMode, BackendError, DownWeights, FfnInput, HybridBackend, LayerId, NeuronId, NeuronSet, SeqId,
     StepCost, WeightBytes, WeightMatrix, WeightType,
@@ -254,4 +254,45 @@ fn gates_get_certificates_where_nothing_else_says_which_neurons_fire() {
             );
         }
     }
+}
+
+#[test]
+fn a_second_start_maps_the_cache_file_of_the_first_and_another_model_does_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.weights-cache");
+    let start = |model: &TinyModel| {
+        let options =
+            CpuOptions { threads: 2, home: WeightHome::CacheFile(path.clone()), ..CpuOptions::default() };
+        let mut cpu = CpuBackend::new(Arc::clone(&model.spec), options).unwrap();
+        for part in &model.dense {
+            cpu.load_dense(part.clone()).unwrap();
+        }
+        for (layer, (ffn, predictor)) in (0..).map(LayerId).zip(model.ffn.iter().zip(&model.predictors)) {
+            cpu.load_ffn(layer, ffn.clone(), &NeuronSet::all(ffn.n_ff())).unwrap();
+            cpu.load_predictor(layer, predictor.clone()).unwrap();
+        }
+        cpu.load_done(&mut |_, _| {}).unwrap();
+        let said = cpu.info().description;
+        let logits =
+            Drive::new(&model.spec, vec![&mut cpu], 8).step(0, &TOKENS[..8], ActiveMode::Predictor).to_vec();
+        (said, logits)
+    };
+    let model = TinyModel::new(TinyOptions { ffn_type: WeightType::Q8_0, ..TinyOptions::default() });
+    let other = TinyModel::new(TinyOptions { ffn_type: WeightType::F16, ..TinyOptions::default() });
+    let (said, first) = start(&model);
+    assert!(said.contains("huge pages, written to"), "{said}");
+    for _ in 0..2 {
+        let (said, again) = start(&model);
+        assert!(said.contains("in the cache file"), "{said}");
+        assert_eq!(again, first);
+    }
+    let (said, _) = start(&other);
+    assert!(said.contains("written to"), "{said}");
+    std::fs::write(&path, b"no cache file").unwrap();
+    let (said, again) = start(&model);
+    assert!(said.contains("written to") && again == first, "{said}");
+    std::fs::remove_file(&path).unwrap();
+    std::fs::create_dir(&path).unwrap();
+    let (said, again) = start(&model);
+    assert!(said.contains("could not be written") && again == first, "{said}");
 }

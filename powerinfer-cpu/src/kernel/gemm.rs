@@ -248,7 +248,6 @@ pub(crate) fn down<'a>(
     let CpuLevel::Avx512(level) = level else { unreachable!("only AVX-512 has matrix products") };
     let Hidden { values: h, n_ff, n_chunks } = hidden;
     let columns = out.range();
-    let n_columns = columns.len();
     let n_rows = out.n_rows();
     let sums = &mut local.band[..n_rows * BAND_COLUMNS];
     for chunk in 0..n_chunks {
@@ -259,14 +258,7 @@ pub(crate) fn down<'a>(
             axpy::decode_bands(level, ty, &rows[..n], columns.clone(), &mut local.floats);
             add_block(level, &local.floats, h, n_ff, first..first + n, sums);
         }
-        for (t, sum) in sums.chunks_exact(BAND_COLUMNS).enumerate() {
-            let (out, sum) = (out.row(t), &sum[..n_columns]);
-            if chunk == 0 {
-                out.copy_from_slice(sum);
-            } else {
-                crate::ops::add(out, sum);
-            }
-        }
+        add_chunk(chunk, sums, out);
     }
 }
 
@@ -287,7 +279,7 @@ pub(crate) fn down_scaled<'a>(
     let CpuLevel::Avx512(level) = level else { unreachable!("only AVX-512 has matrix products") };
     let Hidden { values: h, n_ff, n_chunks } = hidden;
     let columns = out.range();
-    let (n_columns, n_rows) = (columns.len(), out.n_rows());
+    let n_rows = out.n_rows();
     let (sums, parts) = local.band[..2 * n_rows * BAND_COLUMNS].split_at_mut(n_rows * BAND_COLUMNS);
     let w = &mut local.floats[..BLOCK * BAND_COLUMNS];
     for chunk in 0..n_chunks {
@@ -307,13 +299,20 @@ pub(crate) fn down_scaled<'a>(
                 scaled::add_scaled(level, &scale, part, sum);
             }
         }
-        for (t, sum) in sums.chunks_exact(BAND_COLUMNS).enumerate() {
-            let (out, sum) = (out.row(t), &sum[..n_columns]);
-            if chunk == 0 {
-                out.copy_from_slice(sum);
-            } else {
-                crate::ops::add(out, sum);
-            }
+        add_chunk(chunk, sums, out);
+    }
+}
+
+/// Adds the sums of a chunk to the result, which the first one begins.
+#[cfg(target_arch = "x86_64")]
+fn add_chunk(chunk: usize, sums: &[f32], out: &mut Columns<'_, f32>) {
+    let n_columns = out.range().len();
+    for (t, sum) in sums.chunks_exact(BAND_COLUMNS).enumerate() {
+        let (out, sum) = (out.row(t), &sum[..n_columns]);
+        if chunk == 0 {
+            out.copy_from_slice(sum);
+        } else {
+            crate::ops::add(out, sum);
         }
     }
 }
