@@ -258,8 +258,9 @@ impl CpuBackend {
         s.partial.iter_mut().for_each(|p| grow(&mut p.sum, rows * spec.n_embd));
         let n_pairs = spec.rope.as_ref().map_or(0, |r| r.freqs.len());
         s.rope.resize(s.rope.len().max(rows * n_pairs), (1.0, 0.0));
-        s.inputs.reserve(rows, spec.n_embd.max(spec.q_dim()).max(rank).max(hidden));
-        self.cpu.reserve(rows, spec.n_embd.max(spec.q_dim()).max(rank).max(hidden));
+        let width = spec.n_embd.max(spec.q_dim()).max(rank).max(hidden);
+        s.inputs.reserve(rows, width);
+        self.cpu.reserve(rows, width);
         s.attention.reserve(spec, self.cpu.pool.n_threads(), self.caches.max_len());
         s.predict.reserve(predictors(), rows);
         s.ffn.reserve(spec, rows, by_neuron, by_output);

@@ -114,8 +114,6 @@ pub(super) fn active_bits<const T: usize>(
 
 #[cfg(test)]
 mod tests {
-    use std::hint::black_box;
-    use std::time::Instant;
 
     use half::f16;
     use powerinfer_sparse_ops::{GateCopyParts, WeightBytes};
@@ -226,48 +224,6 @@ mod tests {
                 assert_eq!(gate_word(level, &p, 1, [token.token()]), [0b11_1111], "{level:?}, column {at}");
             }
             x[at] = kept;
-        }
-    }
-
-    /// Speed on one core, in parts of 256 KiB of codes, since other work may interrupt longer ones: the best part and the
-    /// median. 600 MB of codes come from memory, 1 MB from the second level cache.
-    ///
-    /// `cargo test --release -p powerinfer-cpu --lib -- --ignored --nocapture gate_copy_speed`
-    #[test]
-    #[ignore = "prints a speed, checks nothing"]
-    fn gate_copy_speed() {
-        let mut random = Random::new(5);
-        for (n_embd, n_bytes) in [(4096, 600 << 20), (4096, 1 << 20), (576, 1 << 20)] {
-            let n_ff = n_bytes / (n_embd / 4) / 64 * 64;
-            let p = random_copy(&mut random, n_ff, n_embd, 1);
-            let x = Owned::new(&p, &random.normals(n_embd, 1.0));
-            let words: Vec<usize> = (0..n_ff / 64).collect();
-            let part = ((256 << 10) / (64 * p.row_bytes())).max(1);
-            for level in CpuLevel::available() {
-                let speeds = |f: &dyn Fn(usize) -> u64| {
-                    let mut seconds = Vec::new();
-                    for _ in 0..(64usize << 20).div_ceil(n_bytes) {
-                        for words in words.chunks_exact(part) {
-                            let start = Instant::now();
-                            black_box(words.iter().fold(0, |bits, &word| bits ^ f(word)));
-                            seconds.push(start.elapsed().as_secs_f64());
-                        }
-                    }
-                    seconds.sort_unstable_by(f64::total_cmp);
-                    let weights = (part * 64 * n_embd) as f64 / 1e9;
-                    [seconds[0], seconds[seconds.len() / 2]].map(|s| weights / s)
-                };
-                let one = speeds(&|word| gate_word(level, &p, word, [x.token()])[0]);
-                let tile = speeds(&|word| gate_word(level, &p, word, [x.token(); GATE_TILE])[0]);
-                eprintln!(
-                    "{:7} {n_embd} columns, {:3} MiB: {:5.1} GB/s best, {:5.1} median; {GATE_TILE} tokens {:6.1} G products/s",
-                    level.name(),
-                    n_bytes >> 20,
-                    one[0] / 4.0,
-                    one[1] / 4.0,
-                    GATE_TILE as f64 * tile[0],
-                );
-            }
         }
     }
 }
