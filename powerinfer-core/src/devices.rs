@@ -17,6 +17,29 @@ pub enum Device {
     Cpu(CpuOptions),
     /// The slow backend that the others are compared with.
     Reference(Rounding),
+    /// A backend that another crate brings.
+    Other(MakeBackend),
+}
+
+/// Makes an empty backend for a model.
+#[derive(Clone)]
+pub struct MakeBackend(Arc<MakeFn>);
+
+type MakeFn = dyn Fn(Arc<ModelSpec>) -> Result<Box<dyn HybridBackend>, BackendError> + Send + Sync;
+
+impl MakeBackend {
+    /// Calls `make`.
+    pub fn new(
+        make: impl Fn(Arc<ModelSpec>) -> Result<Box<dyn HybridBackend>, BackendError> + Send + Sync + 'static,
+    ) -> Self {
+        Self(Arc::new(make))
+    }
+}
+
+impl std::fmt::Debug for MakeBackend {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("MakeBackend(..)")
+    }
 }
 
 impl Default for Device {
@@ -38,6 +61,7 @@ impl Device {
             Self::Cpu(options) => {
                 Box::new(powerinfer_cpu::CpuBackend::new(Arc::clone(spec), options.clone())?)
             }
+            Self::Other(make) => make.0(Arc::clone(spec))?,
             Self::Reference(rounding) => Box::new(ReferenceBackend::new(Arc::clone(spec), *rounding)),
         })
     }

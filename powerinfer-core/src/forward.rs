@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use powerinfer_sparse_ops::{BlockKind, FfnInput, HybridBackend, LayerId, ModelSpec, Step, StepCost, Ticket};
 
+use crate::placement::Assignment;
+
 /// Watches a step from inside: the residual stream after each layer.
 ///
 /// For traces and comparisons; steps without one copy nothing.
@@ -21,28 +23,69 @@ pub(crate) trait Watch {
     fn after_layer(&mut self, layer: LayerId, h: &[f32]);
 }
 
-/// The backends and the buffers of a step. Buffers are made once, for the largest step.
+/// The backends, who has what, and the buffers of a step. Buffers are made once, for the largest step.
 pub(crate) struct Forward {
-    /// The first one is home; all of them may own neurons.
     pub(crate) backends: Vec<Box<dyn HybridBackend>>,
+    route: Route,
     parallel: bool,
-    n_layer: usize,
     n_embd: usize,
     ffn_input: FfnInput,
-    /// Sum over the owners' partial sums, `[n_rows, n_embd]`.
-    ffn_sum: Vec<f32>,
-    tickets: Vec<Ticket>,
+    /// Sum over the owners' partial sums, or a residual stream on its way, `[n_rows, n_embd]`.
+    sum: Vec<f32>,
+    /// A place for each backend.
+    tickets: Vec<Option<Ticket>>,
+}
+
+/// The way of a step through the backends, which are named by their place.
+struct Route {
+    /// Home of the token tables.
+    embed: usize,
+    layers: Vec<LayerRoute>,
+    /// Home of the head.
+    head: usize,
+}
+
+/// Who works on one layer.
+struct LayerRoute {
+    /// Attention, norms, keys and values.
+    home: usize,
+    /// Owners of neurons in the order in which they start: asynchronous ones first.
+    start: Vec<usize>,
+    /// The same without home, in the order in which their sums are added.
+    others: Vec<usize>,
+}
+
+impl LayerRoute {
+    fn home_owns(&self) -> bool {
+        self.others.len() < self.start.len()
+    }
 }
 
 impl Forward {
-    pub(crate) fn new(spec: &ModelSpec, backends: Vec<Box<dyn HybridBackend>>, max_rows: usize) -> Self {
+    /// # Panics
+    /// If the assignment names a backend that is not there.
+    pub(crate) fn new(
+        spec: &ModelSpec,
+        backends: Vec<Box<dyn HybridBackend>>,
+        assignment: &Assignment,
+        max_rows: usize,
+    ) -> Self {
+        let is_asynchronous: Vec<bool> = backends.iter().map(|b| b.info().asynchronous).collect();
+        let layers = assignment.layers.iter().map(|layer| {
+            let owners = (0..backends.len()).filter(|&b| !layer.owned[b].is_empty());
+            let others = owners.clone().filter(|&b| b != layer.home).collect();
+            let mut start: Vec<usize> = owners.collect();
+            start.sort_by_key(|&b| !is_asynchronous[b]);
+            LayerRoute { home: layer.home, start, others }
+        });
+        let route = Route { embed: assignment.embed, layers: layers.collect(), head: assignment.head };
         Self {
+            route,
             parallel: spec.block == BlockKind::Parallel,
-            n_layer: spec.n_layer,
             n_embd: spec.n_embd,
             ffn_input: FfnInput::with_capacity(max_rows, spec.n_embd, spec.max_n_ff()),
-            ffn_sum: vec![0.0; max_rows * spec.n_embd],
-            tickets: Vec::with_capacity(backends.len()),
+            sum: vec![0.0; max_rows * spec.n_embd],
+            tickets: backends.iter().map(|_| None).collect(),
             backends,
         }
     }
@@ -58,40 +101,51 @@ impl Forward {
         logits: &mut [f32],
         mut watch: Option<&mut dyn Watch>,
     ) {
-        let n = step.rows.len() * self.n_embd;
+        let Self { backends, route, ffn_input, tickets, .. } = self;
+        let sum = &mut self.sum[..step.rows.len() * self.n_embd];
         // h [n_rows, n_embd] = token row (+ position row)
-        self.backends[0].embed(step);
-        for layer in (0..self.n_layer as u32).map(LayerId) {
-            // A parallel block (falcon) feeds its FFN from the block's input, others from what attention left.
-            if self.parallel {
-                self.backends[0].ffn_input(layer, step, &mut self.ffn_input);
-                self.backends[0].attend(layer, step);
-            } else {
-                self.backends[0].attend(layer, step);
-                self.backends[0].ffn_input(layer, step, &mut self.ffn_input);
+        backends[route.embed].embed(step);
+        let mut at = route.embed;
+        for (layer, way) in (0..).map(LayerId).zip(&route.layers) {
+            hand_over(backends, at, way.home, step, sum);
+            at = way.home;
+            // Where nobody else is needed and nobody looks, nothing leaves home.
+            let is_alone = way.others.is_empty() && way.home_owns();
+            if watch.is_some() || !is_alone || !backends[at].whole_layer(layer, step) {
+                // A parallel block (falcon) feeds its FFN from the block's input, others from what attention left.
+                if self.parallel {
+                    backends[at].ffn_input(layer, step, ffn_input);
+                    backends[at].attend(layer, step);
+                } else {
+                    backends[at].attend(layer, step);
+                    backends[at].ffn_input(layer, step, ffn_input);
+                }
+                if let Some(watch) = watch.as_deref_mut() {
+                    watch.ffn_input(layer, ffn_input);
+                }
+                // y = sum over owners of (sum over owned, active neurons i of hidden_i · down_i)
+                for &owner in &way.start {
+                    tickets[owner] = Some(backends[owner].ffn_start(layer, ffn_input));
+                }
+                sum.fill(0.0);
+                for &owner in &way.others {
+                    let ticket = tickets[owner].take().expect("each owner was started");
+                    backends[owner].ffn_finish(ticket, sum);
+                }
+                // h += y
+                match tickets[at].take() {
+                    Some(ticket) => backends[at].ffn_close(ticket, sum),
+                    None => backends[at].ffn_add(layer, sum),
+                }
             }
             if let Some(watch) = watch.as_deref_mut() {
-                watch.ffn_input(layer, &self.ffn_input);
-            }
-            // y = sum over owners of (sum over owned, active neurons i of hidden_i · down_i)
-            for backend in self.backends.iter_mut().rev() {
-                self.tickets.push(backend.ffn_start(layer, &self.ffn_input));
-            }
-            let sum = &mut self.ffn_sum[..n];
-            sum.fill(0.0);
-            for backend in &mut self.backends {
-                let ticket = self.tickets.pop().expect("each backend was started once");
-                backend.ffn_finish(ticket, sum);
-            }
-            // h += y
-            self.backends[0].ffn_add(layer, sum);
-            if let Some(watch) = watch.as_deref_mut() {
-                self.backends[0].hidden(sum);
+                backends[at].hidden(sum);
                 watch.after_layer(layer, sum);
             }
         }
         if !wanted.is_empty() {
-            self.backends[0].head(wanted, logits);
+            hand_over(backends, at, route.head, step, sum);
+            backends[route.head].head(wanted, logits);
         }
     }
 
@@ -102,6 +156,20 @@ impl Forward {
             cost += backend.take_cost();
         }
         cost
+    }
+}
+
+/// Brings the residual stream from one home to the next.
+fn hand_over(
+    backends: &mut [Box<dyn HybridBackend>],
+    from: usize,
+    to: usize,
+    step: &Step<'_>,
+    h: &mut [f32],
+) {
+    if from != to {
+        backends[from].hidden(h);
+        backends[to].set_hidden(step, h);
     }
 }
 

@@ -46,6 +46,7 @@ mod forward;
 mod generate;
 mod load;
 mod model;
+pub mod placement;
 pub mod sampling;
 mod session;
 mod spec;
@@ -55,9 +56,9 @@ pub mod tokenizer;
 mod vocab;
 
 // Loading and running.
-pub use devices::Device;
 #[cfg(feature = "cpu")]
 pub use devices::{Certified, CpuLevel, CpuOptions, KvType, WeightHome, default_threads};
+pub use devices::{Device, MakeBackend};
 pub use load::{CalibrationChoice, LoadError, LoadOptions, LoadProgress, NoteLevel, Notes, calibration_path};
 pub use model::Model;
 pub use session::{CancelToken, Session, SessionError, SessionOptions};

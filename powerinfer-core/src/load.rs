@@ -13,6 +13,7 @@ use powerinfer_sparse_ops::{
 };
 
 use crate::devices::Device;
+use crate::placement::{Assignment, AssignmentError};
 use crate::spec::Family;
 use crate::tokenizer::{PreTokenizer, TokenizerError};
 
@@ -37,8 +38,12 @@ pub fn calibration_path(model: &Path) -> PathBuf {
 /// How a model is loaded.
 #[derive(Clone, Debug)]
 pub struct LoadOptions {
-    /// What computes. The first device is home.
+    /// The host: what computes all that is assigned to nobody else.
     pub device: Device,
+    /// Further devices, backends 1 and up of the assignment.
+    pub accelerators: Vec<Device>,
+    /// Who holds which part of the model; `None` for everything on the host.
+    pub assignment: Option<Assignment>,
     /// Overrides the FFN's activation; see the rule in [`crate::Model`].
     pub activation: Option<Activation>,
     /// Overrides the file's `powerinfer.sparse_threshold` for all layers.
@@ -87,6 +92,8 @@ impl Default for LoadOptions {
     fn default() -> Self {
         Self {
             device: Device::default(),
+            accelerators: Vec::new(),
+            assignment: None,
             activation: None,
             sparse_threshold: None,
             mode: None,
@@ -225,6 +232,9 @@ pub enum LoadError {
         /// Family.
         arch: String,
     },
+    /// An assignment that does not fit the model or the devices.
+    #[error(transparent)]
+    Assignment(#[from] AssignmentError),
     /// A batch of no tokens, or of more than any buffer is made for.
     #[error("n_batch must be in 1..={MAX_BATCH}, got {n_batch}")]
     BatchSize {

@@ -6,11 +6,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use powerinfer_gguf::{GgufFile, GgufModel};
 use powerinfer_predictor::CalibrationFile;
-use powerinfer_sparse_ops::{ActiveMode, BackendInfo, LayerId, ModelSpec, NeuronSet};
+use powerinfer_sparse_ops::{ActiveMode, BackendInfo, DensePart, LayerId, ModelSpec, WeightMatrix};
 
 use crate::chat::{ChatError, ChatTemplate};
 use crate::forward::Forward;
 use crate::load::{self, LoadError, LoadOptions, ModelWeights, Notes};
+use crate::placement::Assignment;
 use crate::session::{Engine, Session, SessionError, SessionOptions};
 use crate::spec::{self, Family};
 use crate::tokenizer::Tokenizer;
@@ -277,22 +278,54 @@ fn default_mode(
     Ok(mode)
 }
 
+/// Makes the backends and gives each what it is to hold. The host comes last to bring its weights in, since it gives
+/// back the pages that all copied from.
 fn fill_backends(
     spec: &Arc<ModelSpec>,
     weights: ModelWeights,
     options: &LoadOptions,
 ) -> Result<Forward, LoadError> {
-    let mut home = options.device.backend(spec)?;
+    let devices = || std::iter::once(&options.device).chain(&options.accelerators);
+    let n_backends = devices().count();
+    let everything_on_host;
+    let assignment = match &options.assignment {
+        Some(assignment) => assignment,
+        None => {
+            everything_on_host = Assignment::all_on(spec, 0, n_backends);
+            &everything_on_host
+        }
+    };
+    assignment.check(spec, n_backends)?;
+    let mut backends = devices().map(|device| device.backend(spec)).collect::<Result<Vec<_>, _>>()?;
+    let mut not_on_host: Vec<WeightMatrix> = Vec::new();
     for part in weights.dense {
-        home.load_dense(part)?;
+        let home = match &part {
+            DensePart::Embedding(_) => assignment.embed,
+            DensePart::Layer(layer, _) => assignment.layers[layer.index()].home,
+            DensePart::Head(_) => assignment.head,
+        };
+        if home != 0 {
+            not_on_host.extend(part.matrices().cloned());
+        }
+        backends[home].load_dense(part)?;
     }
-    for (layer, (ffn, predictor)) in (0..).map(LayerId).zip(weights.ffn.into_iter().zip(weights.predictors)) {
-        let owned = NeuronSet::all(ffn.n_ff());
-        home.load_ffn(layer, ffn, &owned)?;
+    let layers = weights.ffn.into_iter().zip(weights.predictors).zip(&assignment.layers);
+    for (layer, ((ffn, predictor), assigned)) in (0..).map(LayerId).zip(layers) {
+        if assigned.owned[0].is_empty() {
+            not_on_host.extend(ffn.matrices().cloned());
+        }
+        for (backend, owned) in backends.iter_mut().zip(&assigned.owned) {
+            if !owned.is_empty() {
+                backend.load_ffn(layer, ffn.clone(), owned)?;
+            }
+        }
         if let Some(predictor) = predictor {
-            home.load_predictor(layer, predictor)?;
+            backends[assigned.home].load_predictor(layer, predictor)?;
         }
     }
-    home.load_done(&mut |done, total| options.progress.tell(done, total))?;
-    Ok(Forward::new(spec, vec![home], options.n_batch))
+    for backend in backends.iter_mut().rev() {
+        backend.load_done(&mut |done, total| options.progress.tell(done, total))?;
+    }
+    not_on_host.iter().for_each(WeightMatrix::release);
+    Ok(Forward::new(spec, backends, assignment, options.n_batch))
 }

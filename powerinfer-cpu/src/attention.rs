@@ -201,6 +201,7 @@ fn copy_columns<T: bytemuck::Pod>(to: &mut [u32], from: &[u32], columns: Range<u
 /// Keys and values of one sequence; the layout is in the module text.
 #[derive(Clone, Debug)]
 pub(crate) struct KvCache {
+    n_layer: usize,
     kv_len: usize,
     n_head_kv: usize,
     head: Head,
@@ -209,17 +210,17 @@ pub(crate) struct KvCache {
 }
 
 impl KvCache {
-    /// Bytes that a cache takes, if they can be counted.
-    pub(crate) fn n_bytes(spec: &ModelSpec, ty: KvType, kv_len: usize) -> Option<usize> {
+    /// Bytes that a cache of `n_layer` layers takes, if they can be counted.
+    pub(crate) fn n_bytes(spec: &ModelSpec, ty: KvType, n_layer: usize, kv_len: usize) -> Option<usize> {
         let n_positions = kv_len.checked_next_multiple_of(POSITIONS)?;
-        spec.n_layer.checked_mul(2 * ty.n_bytes(spec.kv_dim()))?.checked_mul(n_positions)
+        n_layer.checked_mul(2 * ty.n_bytes(spec.kv_dim()))?.checked_mul(n_positions)
     }
 
     /// Zeros; memory that the system hands out only when it is written.
-    pub(crate) fn new(spec: &ModelSpec, ty: KvType, kv_len: usize) -> Self {
+    pub(crate) fn new(spec: &ModelSpec, ty: KvType, n_layer: usize, kv_len: usize) -> Self {
         let head = Head { ty, head_dim: spec.head_dim };
-        let n = spec.n_layer * spec.n_head_kv * kv_len.div_ceil(POSITIONS) * head.tile_words();
-        Self { kv_len, n_head_kv: spec.n_head_kv, head, k: vec![0; n], v: vec![0; n] }
+        let n = n_layer * spec.n_head_kv * kv_len.div_ceil(POSITIONS) * head.tile_words();
+        Self { n_layer, kv_len, n_head_kv: spec.n_head_kv, head, k: vec![0; n], v: vec![0; n] }
     }
 
     pub(crate) fn kv_len(&self) -> usize {
@@ -239,8 +240,9 @@ impl KvCache {
     }
 
     /// Copies positions `positions` of every layer to the same positions here.
-    pub(crate) fn copy_from(&mut self, spec: &ModelSpec, from: &Self, positions: Range<usize>) {
-        for (layer, head_kv) in (0..spec.n_layer).flat_map(|l| (0..spec.n_head_kv).map(move |h| (l, h))) {
+    pub(crate) fn copy_from(&mut self, from: &Self, positions: Range<usize>) {
+        let n_head_kv = self.n_head_kv;
+        for (layer, head_kv) in (0..self.n_layer).flat_map(|l| (0..n_head_kv).map(move |h| (l, h))) {
             for tile in positions.start / POSITIONS..positions.end.div_ceil(POSITIONS) {
                 let first = tile * POSITIONS;
                 let part = positions.start.saturating_sub(first)..POSITIONS.min(positions.end - first);
@@ -311,10 +313,10 @@ impl KvCaches {
     }
 
     /// See [`HybridBackend::kv_copy`](powerinfer_sparse_ops::HybridBackend::kv_copy).
-    pub(crate) fn copy(&mut self, spec: &ModelSpec, from: SeqId, to: SeqId, positions: Range<usize>) {
+    pub(crate) fn copy(&mut self, from: SeqId, to: SeqId, positions: Range<usize>) {
         let (from, to) = (self.index(from), self.index(to));
         if let Ok([(_, from), (_, to)]) = self.caches.get_disjoint_mut([from, to]) {
-            to.copy_from(spec, from, positions);
+            to.copy_from(from, positions);
         }
     }
 

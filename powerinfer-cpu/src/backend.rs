@@ -23,7 +23,7 @@ use crate::memory::{Memory, anonymous, open_cache, write_cache};
 use crate::ops::{add, add_batch, norm, rope_table, rotate};
 use crate::pool::Pool;
 use crate::predict::{PredictScratch, Predictor, predict};
-use crate::rows::{Planned, Planner, Rows};
+use crate::rows::{Planned, Planner, Rows, Source};
 
 /// Name in messages and summaries.
 const NAME: &str = "cpu";
@@ -107,6 +107,8 @@ pub struct CpuBackend {
     /// Of these, bytes of certificates.
     certified_bytes: usize,
     has_relaid: bool,
+    /// Layers whose dense part is here.
+    n_kv_layer: usize,
     caches: KvCaches,
     max_rows: usize,
     /// Rows of the current step.
@@ -126,6 +128,8 @@ struct Layer {
 /// Attention and norms of a layer.
 #[derive(Debug)]
 struct Dense {
+    /// Place among the layers of a KV cache, which has only those that are at home here.
+    kv_layer: usize,
     /// Norms and biases.
     weights: Box<LayerWeights>,
     q: Rows,
@@ -168,6 +172,8 @@ struct Scratch {
     predict: PredictScratch,
     inputs: InputBuffers,
     ffn: FfnScratch,
+    /// What the FFN gets of a layer of which only some neurons are held.
+    local: FfnInput,
     /// Partial sums between start and finish; two, so that the next layer may start before the last is finished.
     partial: [Partial; 2],
 }
@@ -222,6 +228,7 @@ impl CpuBackend {
             weight_bytes: 0,
             certified_bytes: 0,
             has_relaid: false,
+            n_kv_layer: 0,
             caches: KvCaches::default(),
             max_rows: 0,
             n_rows: 0,
@@ -261,9 +268,16 @@ impl CpuBackend {
         let width = spec.n_embd.max(spec.q_dim()).max(rank).max(hidden);
         s.inputs.reserve(rows, width);
         self.cpu.reserve(rows, width);
-        s.attention.reserve(spec, self.cpu.pool.n_threads(), self.caches.max_len());
+        let kv_len = if self.n_kv_layer > 0 { self.caches.max_len() } else { 0 };
+        s.attention.reserve(spec, self.cpu.pool.n_threads(), kv_len);
         s.predict.reserve(predictors(), rows);
         s.ffn.reserve(spec, rows, by_neuron, by_output);
+        if self.layers.iter().filter_map(|l| l.ffn.as_ref()).any(|ffn| ffn.gathered().is_some()) {
+            let old = &s.local.x;
+            if old.capacity() < rows * spec.n_embd {
+                s.local = FfnInput::with_capacity(rows, spec.n_embd, spec.max_n_ff());
+            }
+        }
     }
 
     /// For calls without a fitting `reserve`: they work, and allocate.
@@ -283,9 +297,9 @@ impl CpuBackend {
         }
         let certified = self.certified;
         let level = self.cpu.level;
-        let wanted = |layer: LayerId, gate: &WeightMatrix| match certified {
+        let wanted = |layer: LayerId, gate: &Source| match certified {
             Certified::On => true,
-            Certified::Auto => !predicted[layer.index()] && Certificate::pays_for(gate, level),
+            Certified::Auto => !predicted[layer.index()] && Certificate::pays_for(gate.matrix(), level),
             Certified::Off => false,
         };
         let without = planner.n_bytes();
@@ -386,7 +400,7 @@ impl HybridBackend for CpuBackend {
         if self.has_relaid {
             description += ", Q8_0 down projections laid out by neuron without loss";
         }
-        BackendInfo { name: NAME.into(), description, memory_bytes: None }
+        BackendInfo { name: NAME.into(), description, memory_bytes: None, asynchronous: false }
     }
 
     fn load_dense(&mut self, part: DensePart) -> Result<(), BackendError> {
@@ -482,7 +496,10 @@ impl HybridBackend for CpuBackend {
             match pending {
                 Pending::Dense(layer, weights, planned) => {
                     let [q, k, v, output] = planned.map(|p| filled.rows(p));
-                    self.layers[layer.index()].dense = Some(Dense { weights, q, k, v, output });
+                    let dense = &mut self.layers[layer.index()].dense;
+                    let kv_layer = dense.as_ref().map_or(self.n_kv_layer, |old| old.kv_layer);
+                    self.n_kv_layer = self.n_kv_layer.max(kv_layer + 1);
+                    *dense = Some(Dense { kv_layer, weights, q, k, v, output });
                 }
                 Pending::Head(norm, output) => {
                     self.head = Some(Head { norm, output: filled.rows(output) });
@@ -503,11 +520,11 @@ impl HybridBackend for CpuBackend {
         let spec = &*self.spec;
         let old = self.caches.get(seq);
         if old.is_none_or(|old| old.kv_len() < kv_len) {
-            let n_bytes = KvCache::n_bytes(spec, self.kv_type, kv_len);
+            let n_bytes = KvCache::n_bytes(spec, self.kv_type, self.n_kv_layer, kv_len);
             expect_memory(n_bytes, || format!("keys and values of {kv_len} positions"))?;
-            let mut cache = KvCache::new(spec, self.kv_type, kv_len);
+            let mut cache = KvCache::new(spec, self.kv_type, self.n_kv_layer, kv_len);
             if let Some(old) = old {
-                cache.copy_from(spec, old, 0..old.kv_len());
+                cache.copy_from(old, 0..old.kv_len());
             }
             self.caches.insert(seq, cache);
         }
@@ -521,7 +538,7 @@ impl HybridBackend for CpuBackend {
     }
 
     fn kv_copy(&mut self, from: SeqId, to: SeqId, range: Range<u32>) {
-        self.caches.copy(&self.spec, from, to, range.start as usize..range.end as usize);
+        self.caches.copy(from, to, range.start as usize..range.end as usize);
     }
 
     fn release(&mut self, seq: SeqId) {
@@ -544,6 +561,17 @@ impl HybridBackend for CpuBackend {
         }
         if let Some(rotation) = &self.spec.rope {
             rope_table(rotation, step.rows, rope);
+        }
+    }
+
+    fn set_hidden(&mut self, step: &Step<'_>, h: &[f32]) {
+        let n = step.rows.len();
+        assert_eq!(h.len(), n * self.spec.n_embd, "residual stream of {n} rows");
+        self.expect_rows(n);
+        self.n_rows = n;
+        self.scratch.h[..h.len()].copy_from_slice(h);
+        if let Some(rotation) = &self.spec.rope {
+            rope_table(rotation, step.rows, &mut self.scratch.rope);
         }
     }
 
@@ -575,9 +603,9 @@ impl HybridBackend for CpuBackend {
             rotate(&mut cpu.pool, rope, spec.head_dim, &s.rope, q, spec.q_dim());
             rotate(&mut cpu.pool, rope, spec.head_dim, &s.rope, k, spec.kv_dim());
         }
-        self.caches.write(&mut cpu.pool, spec, layer.index(), step.rows, k, v);
+        self.caches.write(&mut cpu.pool, spec, w.kv_layer, step.rows, k, v);
         let mixed = &mut s.mixed[..n * spec.q_dim()];
-        let queries = Queries { spec, caches: &self.caches, layer: layer.index(), rows: step.rows, q };
+        let queries = Queries { spec, caches: &self.caches, layer: w.kv_layer, rows: step.rows, q };
         attention(cpu, &mut s.attention, queries, mixed);
         let input = s.inputs.prepare(&mut cpu.pool, mixed, spec.q_dim(), Forms::of(w.output.ty()));
         matmul(cpu, &w.output, &input, biases.output.bias.as_deref(), x);
@@ -625,6 +653,16 @@ impl HybridBackend for CpuBackend {
         let slot = self.next_slot;
         self.next_slot = slot.wrapping_add(1);
         let s = &mut self.scratch;
+        let input = match weights.gathered() {
+            None => input,
+            Some(of) => {
+                s.local.mode = input.mode;
+                s.local.x.clear();
+                s.local.x.extend_from_slice(&input.x);
+                input.active.select(of, &mut s.local.active);
+                &s.local
+            }
+        };
         let partial = &mut s.partial[slot as usize % 2];
         partial.slot = Some(slot);
         let out = &mut partial.sum[..n_rows * n_embd];

@@ -37,7 +37,7 @@ use crate::level::CpuLevel;
 use crate::memory::Memory;
 use crate::planar::{BLOCK, GROUP, Planar};
 use crate::pool::Pool;
-use crate::rows::Rows;
+use crate::rows::{Rows, Source};
 
 /// `b` is computed on values this much larger, so that its scales, about those of `a`, are no subnormal f16 numbers.
 const ENLARGED: f32 = 256.0;
@@ -89,8 +89,8 @@ impl Certificate {
     }
 
     /// Bytes of the one for this gate, but for what lies between its parts.
-    pub(crate) fn n_bytes_for(gate: &WeightMatrix) -> usize {
-        gate.n_rows() * (copy_bytes(gate.n_cols()) + size_of::<Norms>())
+    pub(crate) fn n_bytes_for(gate: &Source) -> usize {
+        gate.n_rows() * (copy_bytes(gate.matrix().n_cols()) + size_of::<Norms>())
     }
 
     /// Bytes that are read of a row.
@@ -345,8 +345,8 @@ mod tests {
 
     fn certificate(gate: &WeightMatrix) -> Certificate {
         let mut planner = Planner::default();
-        let planned = planner.certificate(gate);
-        assert!(planner.n_bytes() >= Certificate::n_bytes_for(gate));
+        let planned = planner.certificate(&gate.into());
+        assert!(planner.n_bytes() >= Certificate::n_bytes_for(&gate.into()));
         let mut memory = anonymous(planner.n_bytes(), false).unwrap();
         planner.fill(&mut Pool::try_new(2).unwrap(), &mut memory, &mut |_| {});
         planner.filled(Memory::Anonymous(memory.make_read_only().unwrap())).certificate(planned)

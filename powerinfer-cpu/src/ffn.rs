@@ -17,11 +17,12 @@
 //! computed. A batch goes through in tiles of 16 rows, each row as if it were alone.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use powerinfer_sparse_ops::{
-    ActiveMode, DownWeights, FfnInput, FfnWeights, Gating, ModelSpec, NeuronSet, StepCost, WeightMatrix,
-    WeightType,
+    ActiveMode, DownWeights, FfnInput, FfnWeights, Gating, ModelSpec, NeuronId, NeuronSet, StepCost,
+    WeightMatrix, WeightType,
 };
 
 use crate::certificate::{Certificate, CertifiedBuffers, CertifiedInput};
@@ -33,7 +34,7 @@ use crate::matmul::{Cpu, matmul};
 use crate::ops::add;
 use crate::pool::Pool;
 use crate::relaid::{BLOCK, RelaidDown};
-use crate::rows::{Filled, Planned, PlannedCertificate, PlannedTurned, Planner, Rows};
+use crate::rows::{Filled, Planned, PlannedCertificate, PlannedTurned, Planner, Rows, Source};
 
 /// Chunks that neurons are dealt out to. Enough that 12 or 24 threads get nearly equal shares, few enough that
 /// adding up the sums is small beside the weights (32 · 16 KiB for 4096 wide models).
@@ -61,7 +62,10 @@ pub(crate) struct LayerFfn {
     up: Rows,
     up_bias: Option<Vec<f32>>,
     down: Down,
+    /// Of the rows here, those whose neurons are held.
     owned: NeuronSet,
+    /// If there are rows for some neurons of the layer only: which.
+    gathered: Option<NeuronSet>,
 }
 
 #[derive(Debug)]
@@ -76,12 +80,13 @@ enum Down {
 pub(crate) struct PlannedFfn {
     gate: Option<Planned>,
     /// The gate, if there can be a certificate for it.
-    certifiable: Option<WeightMatrix>,
+    certifiable: Option<Source>,
     certificate: Option<PlannedCertificate>,
     up: Planned,
     up_bias: Option<Vec<f32>>,
     down: PlannedDown,
     owned: NeuronSet,
+    gathered: Option<NeuronSet>,
 }
 
 #[derive(Debug)]
@@ -93,7 +98,8 @@ enum PlannedDown {
 
 impl PlannedFfn {
     /// Gates lie together, since they are read one after the other when there is no predictor; what else a neuron
-    /// has lies together behind them, since it is read if the gate is open.
+    /// has lies together behind them, since it is read if the gate is open. Where the down projection lies by neuron,
+    /// only the rows of neurons that are held get a place.
     pub(crate) fn new(
         planner: &mut Planner,
         spec: &ModelSpec,
@@ -101,12 +107,27 @@ impl PlannedFfn {
         owned: NeuronSet,
     ) -> Self {
         let FfnWeights { gate, up, up_bias, down } = weights;
-        let certifiable =
-            gate.clone().filter(Certificate::exists_for).filter(|_| spec.activation.has_exact_zeros());
-        let gate = gate.map(|gate| planner.matrix(&gate));
+        let gathers = !owned.is_all() && matches!(down, DownWeights::ByNeuron(_));
+        let (owned, gathered) =
+            if gathers { (NeuronSet::all(owned.len()), Some(owned)) } else { (owned, None) };
+        let ids: Option<Arc<[NeuronId]>> = gathered.as_ref().map(|owned| owned.ids().into());
+        let source = |matrix: &WeightMatrix| match &ids {
+            None => Source::from(matrix),
+            Some(ids) => Source::gathered(matrix, Arc::clone(ids)),
+        };
+        let up_bias = match &ids {
+            None => up_bias,
+            Some(ids) => up_bias.map(|bias| ids.iter().map(|id| bias[id.index()]).collect()),
+        };
+        let gate = gate.as_ref().map(source);
+        let certifiable = gate
+            .clone()
+            .filter(|gate| Certificate::exists_for(gate.matrix()))
+            .filter(|_| spec.activation.has_exact_zeros());
+        let gate = gate.map(|gate| planner.matrix(gate));
         let (up, down) = match down {
             DownWeights::ByNeuron(down) => {
-                let planned = planner.neurons(&[&up], Some(&down));
+                let planned = planner.neurons([source(&up)], Some(source(&down)));
                 (planned[0], PlannedDown::ByNeuron(planned[1]))
             }
             DownWeights::ByOutput(w) => {
@@ -120,11 +141,11 @@ impl PlannedFfn {
                 (up, down)
             }
         };
-        Self { gate, certifiable, certificate: None, up, up_bias, down, owned }
+        Self { gate, certifiable, certificate: None, up, up_bias, down, owned, gathered }
     }
 
     /// The gate, if there can be a certificate for it.
-    pub(crate) fn certifiable(&self) -> Option<&WeightMatrix> {
+    pub(crate) fn certifiable(&self) -> Option<&Source> {
         self.certifiable.as_ref()
     }
 
@@ -145,6 +166,7 @@ impl PlannedFfn {
                 PlannedDown::ByOutput(down) => Down::ByOutput(filled.rows(down)),
             },
             owned: self.owned,
+            gathered: self.gathered,
         }
     }
 
@@ -154,6 +176,12 @@ impl PlannedFfn {
 }
 
 impl LayerFfn {
+    /// The neurons of the layer that there are rows for, if not for all: what is computed with them gets the active
+    /// sets as [`ActiveBatch::select`](powerinfer_sparse_ops::ActiveBatch::select) makes them.
+    pub(crate) fn gathered(&self) -> Option<&NeuronSet> {
+        self.gathered.as_ref()
+    }
+
     pub(crate) fn is_by_output(&self) -> bool {
         matches!(self.down, Down::ByOutput(_))
     }

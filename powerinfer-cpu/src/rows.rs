@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use half::slice::{HalfBitsSliceExt as _, HalfFloatSliceExt as _};
-use powerinfer_sparse_ops::{WeightMatrix, WeightType};
+use powerinfer_sparse_ops::{NeuronId, WeightMatrix, WeightType};
 use sha2::{Digest as _, Sha256};
 
 use crate::certificate::{self, Certificate, Norms};
@@ -99,9 +99,43 @@ enum Form {
     Planar(Planar),
 }
 
+/// A matrix, or the rows of it that are wanted.
+#[derive(Clone, Debug)]
+pub(crate) struct Source {
+    matrix: WeightMatrix,
+    rows: Option<Arc<[NeuronId]>>,
+}
+
+impl Source {
+    /// The rows of the neurons `of`.
+    pub(crate) fn gathered(matrix: &WeightMatrix, of: Arc<[NeuronId]>) -> Self {
+        Self { matrix: matrix.clone(), rows: Some(of) }
+    }
+
+    pub(crate) fn matrix(&self) -> &WeightMatrix {
+        &self.matrix
+    }
+
+    /// Number of wanted rows.
+    pub(crate) fn n_rows(&self) -> usize {
+        self.rows.as_ref().map_or(self.matrix.n_rows(), |rows| rows.len())
+    }
+
+    /// Which row of the matrix the wanted row `i` is.
+    fn index(&self, i: usize) -> usize {
+        self.rows.as_ref().map_or(i, |rows| rows[i].index())
+    }
+}
+
+impl From<&WeightMatrix> for Source {
+    fn from(matrix: &WeightMatrix) -> Self {
+        Self { matrix: matrix.clone(), rows: None }
+    }
+}
+
 #[derive(Debug)]
 struct Part {
-    source: WeightMatrix,
+    source: Source,
     form: Form,
     /// Offset in the bundle.
     at: usize,
@@ -128,7 +162,7 @@ struct Turned {
 struct Certified {
     copy: Place,
     norms_at: usize,
-    source: WeightMatrix,
+    source: Source,
 }
 
 impl Certified {
@@ -145,7 +179,7 @@ impl Certified {
     }
 
     fn fill(&self, pool: &mut Pool, memory: &mut [u8]) {
-        let n_cols = self.source.n_cols();
+        let n_cols = self.source.matrix.n_cols();
         let (copy, norms) = memory[self.copy.at..self.end()].split_at_mut(self.norms_at - self.copy.at);
         let copy = (copy, Self::PIECE * self.copy.stride);
         let norms: (&mut [Norms], usize) = (bytemuck::cast_slice_mut(norms), Self::PIECE);
@@ -153,7 +187,7 @@ impl Certified {
             let mut row = vec![0.0; n_cols];
             let rows = piece * Self::PIECE..self.source.n_rows();
             for (i, (out, norms)) in rows.zip(copy.chunks_exact_mut(self.copy.stride).zip(norms)) {
-                decode_row(&self.source, i, &mut row);
+                decode_row(&self.source.matrix, self.source.index(i), &mut row);
                 let (quants, scales) = out[..certificate::copy_bytes(n_cols)].split_at_mut(n_cols);
                 *norms = certificate::copy_row(&row, quants, bytemuck::cast_slice_mut(scales));
             }
@@ -187,8 +221,9 @@ pub(crate) struct Planner {
 
 impl Planner {
     /// A matrix by itself, for products with whole rows.
-    pub(crate) fn matrix(&mut self, source: &WeightMatrix) -> Planned {
-        let form = Planar::of(source.ty()).map_or(Form::Copied, Form::Planar);
+    pub(crate) fn matrix(&mut self, source: impl Into<Source>) -> Planned {
+        let source = source.into();
+        let form = Planar::of(source.matrix.ty()).map_or(Form::Copied, Form::Planar);
         self.bundle([(source, form)])[0]
     }
 
@@ -197,9 +232,17 @@ impl Planner {
     ///
     /// # Panics
     /// If they have different numbers of rows.
-    pub(crate) fn neurons(&mut self, dots: &[&WeightMatrix], axpy: Option<&WeightMatrix>) -> Vec<Planned> {
-        let dots = dots.iter().map(|m| (*m, Planar::of(m.ty()).map_or(Form::Copied, Form::Planar)));
-        self.bundle(dots.chain(axpy.map(|m| (m, Form::Copied))))
+    pub(crate) fn neurons<S: Into<Source>>(
+        &mut self,
+        dots: impl IntoIterator<Item = S>,
+        axpy: Option<S>,
+    ) -> Vec<Planned> {
+        let dots = dots.into_iter().map(|source| {
+            let source = source.into();
+            let form = Planar::of(source.matrix.ty()).map_or(Form::Copied, Form::Planar);
+            (source, form)
+        });
+        self.bundle(dots.chain(axpy.map(|source| (source.into(), Form::Copied))))
     }
 
     /// A Q8_0 down projection `[n_embd, n_ff]`, turned to by neuron.
@@ -212,8 +255,8 @@ impl Planner {
     }
 
     /// The certificate of a gate, besides the gate itself.
-    pub(crate) fn certificate(&mut self, gate: &WeightMatrix) -> PlannedCertificate {
-        let stride = stride_of(certificate::copy_bytes(gate.n_cols()));
+    pub(crate) fn certificate(&mut self, gate: &Source) -> PlannedCertificate {
+        let stride = stride_of(certificate::copy_bytes(gate.matrix.n_cols()));
         let n_rows = gate.n_rows().next_multiple_of(Certified::PIECE);
         let copy = Place { at: self.n_bytes, stride };
         let certified = Certified { copy, norms_at: copy.at + n_rows * stride, source: gate.clone() };
@@ -222,14 +265,14 @@ impl Planner {
         PlannedCertificate(self.certified.len() - 1)
     }
 
-    fn bundle<'a>(&mut self, matrices: impl IntoIterator<Item = (&'a WeightMatrix, Form)>) -> Vec<Planned> {
+    fn bundle(&mut self, matrices: impl IntoIterator<Item = (Source, Form)>) -> Vec<Planned> {
         let mut parts = Vec::new();
         let mut stride = 0;
         for (source, form) in matrices {
             // Rows of one type with another are aligned for the largest scalar.
             let at = usize::next_multiple_of(stride, 4);
-            stride = at + source.row_bytes();
-            parts.push(Part { source: source.clone(), form, at });
+            stride = at + source.matrix.row_bytes();
+            parts.push(Part { source, form, at });
         }
         let n_rows = parts[0].source.n_rows();
         assert!(parts.iter().all(|p| p.source.n_rows() == n_rows), "{parts:?}: rows of a bundle");
@@ -250,7 +293,11 @@ impl Planner {
     /// Weights that were trained further differ nearly everywhere.
     pub(crate) fn fingerprint(&self) -> Fingerprint {
         let mut hash = Sha256::new();
-        let mut matrix = |m: &WeightMatrix, at: usize, stride: usize| {
+        let mut matrix = |source: &Source, at: usize, stride: usize| {
+            let m = &source.matrix;
+            for row in source.rows.iter().flat_map(|rows| rows.iter()) {
+                hash.update(row.0.to_le_bytes());
+            }
             hash.update(m.name().as_bytes());
             hash.update(m.ty().name().as_bytes());
             for number in [m.n_rows(), m.n_cols(), at, stride] {
@@ -267,7 +314,7 @@ impl Planner {
         for bundle in &self.bundles {
             bundle.parts.iter().for_each(|part| matrix(&part.source, bundle.at + part.at, bundle.stride));
         }
-        self.turned.iter().for_each(|turned| matrix(&turned.source, turned.at, 0));
+        self.turned.iter().for_each(|turned| matrix(&Source::from(&turned.source), turned.at, 0));
         self.certified.iter().for_each(|c| matrix(&c.source, c.copy.at, c.copy.stride));
         hash.finalize().into()
     }
@@ -293,7 +340,7 @@ impl Planner {
                     }
                 }
             });
-            bundle.parts.iter().for_each(|part| part.source.release());
+            bundle.parts.iter().for_each(|part| part.source.matrix.release());
             done += end - bundle.at;
             progress(done);
         }
@@ -333,12 +380,12 @@ fn stride_of(row_bytes: usize) -> usize {
 
 impl Part {
     fn copy_row(&self, row: usize, out: &mut [u8]) {
-        let source = self.source.row(row);
+        let source = self.source.matrix.row(self.source.index(row));
         let out = &mut out[..source.len()];
         match self.form {
             Form::Copied => out.copy_from_slice(source),
             Form::Planar(kind) => {
-                let (quants, scales) = out.split_at_mut(kind.quant_bytes(self.source.n_cols()));
+                let (quants, scales) = out.split_at_mut(kind.quant_bytes(self.source.matrix.n_cols()));
                 kind.split(source, quants, bytemuck::cast_slice_mut(scales));
             }
         }
@@ -362,7 +409,7 @@ impl Filled {
     /// A certificate of the plan.
     pub(crate) fn certificate(&self, planned: PlannedCertificate) -> Certificate {
         let certified = &self.planner.certified[planned.0];
-        let n_cols = certified.source.n_cols();
+        let n_cols = certified.source.matrix.n_cols();
         let copy = Rows {
             memory: Arc::clone(&self.memory),
             ty: WeightType::Q8_0,
@@ -380,10 +427,10 @@ impl Filled {
         let part = &bundle.parts[planned.part];
         Rows {
             memory: Arc::clone(&self.memory),
-            ty: part.source.ty(),
+            ty: part.source.matrix.ty(),
             n_rows: bundle.n_rows,
-            n_cols: part.source.n_cols(),
-            row_bytes: part.source.row_bytes(),
+            n_cols: part.source.matrix.n_cols(),
+            row_bytes: part.source.matrix.row_bytes(),
             place: Place { at: bundle.at + part.at, stride: bundle.stride },
         }
     }
@@ -423,7 +470,7 @@ mod tests {
                 let down = random(&mut rng, down_ty, n_rows, n_cols);
                 let mut planner = Planner::default();
                 let alone = planner.matrix(&gate);
-                let together = planner.neurons(&[&gate, &up], Some(&down));
+                let together = planner.neurons([&gate, &up], Some(&down));
                 assert!(
                     planner.n_bytes() < (gate.n_bytes() * 3 + down.n_bytes()) * 51 / 50 + n_rows * 12 + 256
                 );
@@ -455,7 +502,7 @@ mod tests {
         let of = |matrices: &[&WeightMatrix]| {
             let mut planner = Planner::default();
             for matrix in matrices {
-                planner.matrix(matrix);
+                planner.matrix(*matrix);
             }
             planner.fingerprint()
         };
@@ -463,11 +510,11 @@ mod tests {
         assert_ne!(of(&[&a, &b]), of(&[&b, &a]));
         assert_ne!(of(&[&a]), of(&[&a.rows(0..7)]));
         let mut planner = Planner::default();
-        planner.neurons(&[&a], Some(&b));
+        planner.neurons([&a], Some(&b));
         assert_ne!(of(&[&a, &b]), planner.fingerprint());
         let mut planner = Planner::default();
         planner.matrix(&a);
-        planner.certificate(&a);
+        planner.certificate(&Source::from(&a));
         assert_ne!(of(&[&a]), planner.fingerprint());
     }
 

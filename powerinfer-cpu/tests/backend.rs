@@ -76,6 +76,8 @@ fn the_memory_of_a_cache_is_counted_by_its_type() {
     let kv_len = 1 << 46;
     for kv_type in [KvType::F16, KvType::F32, KvType::Q8_0] {
         let mut cpu = backend(&model, 1, CpuLevel::detect(), kv_type);
+        cpu.reserve(SeqId(0), kv_len, 1).expect("without a layer at home there is nothing to keep");
+        model.load_all(&mut cpu);
         let BackendError::OutOfMemory { need_bytes, .. } = cpu.reserve(SeqId(0), kv_len, 1).unwrap_err()
         else {
             panic!("{kv_type:?}: another error")

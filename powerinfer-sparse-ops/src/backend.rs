@@ -145,6 +145,8 @@ pub struct BackendInfo {
     pub description: String,
     /// Memory for weights and caches, in bytes; `None` where the host's memory is the limit.
     pub memory_bytes: Option<u64>,
+    /// Whether `ffn_start` returns while the work goes on, so that others can work meanwhile.
+    pub asynchronous: bool,
 }
 
 /// Why a backend cannot take a weight or a sequence. Step-time calls do not fail: their shapes were proven at
@@ -212,17 +214,20 @@ fn type_names(types: &[WeightType]) -> String {
     types.iter().map(|t| t.name()).collect::<Vec<_>>().join(", ")
 }
 
-/// A place that holds some neurons of each layer and, if it is **home**, the dense parts and the residual
-/// stream `h [n_rows, n_embd]`.
+/// A place that holds some neurons of each layer and, where it is **home**, dense parts and the residual stream
+/// `h [n_rows, n_embd]`.
 ///
-/// One engine loop owns the backends and calls them in this order; only home gets the calls marked (home):
+/// The token tables, each layer and the head have a home; most often it is the same backend. One engine loop owns
+/// the backends and calls them in this order; only a home gets the calls marked (home):
 ///
 /// ```text
-/// embed (home)
-/// each layer:  parallel block:    ffn_input (home), attend (home)
+/// embed (home of the tables)
+/// each layer:  if its home is another than before: hidden of that one, set_hidden (home)
+///              where home owns all its neurons, whole_layer (home), and if that is not for it:
+///              parallel block:    ffn_input (home), attend (home)
 ///              sequential block:  attend (home), ffn_input (home)
 ///              ffn_start on every owner, asynchronous ones first
-///              ffn_finish on each, in fixed order; ffn_add (home)
+///              ffn_finish on each but home, in fixed order; ffn_close (home), or ffn_add if it owns none
 /// head (home)
 /// ```
 ///
@@ -241,7 +246,8 @@ pub trait HybridBackend: Send {
     /// What this backend is.
     fn info(&self) -> BackendInfo;
 
-    /// Takes one piece of the dense parts; called on home only.
+    /// Takes one piece of the dense parts; called on its home only. A backend keeps keys and values for the layers
+    /// whose dense part it has.
     ///
     /// # Errors
     /// An unsupported type, a wrong shape, or too little memory.
@@ -291,6 +297,19 @@ pub trait HybridBackend: Send {
     /// (home) Starts a step: `h = token rows (+ position rows)`.
     fn embed(&mut self, step: &Step<'_>);
 
+    /// (home) Goes on with a step that another home has begun, whose residual stream this is.
+    ///
+    /// # Shapes
+    /// `h [n_rows, n_embd]`.
+    fn set_hidden(&mut self, step: &Step<'_>, h: &[f32]);
+
+    /// (home) Runs a layer of which it owns all neurons, `h = layer(h)`, with nothing leaving the backend, and says
+    /// whether it did; if not, the engine makes the single calls. Backends that gain nothing by it leave it out.
+    fn whole_layer(&mut self, layer: LayerId, step: &Step<'_>) -> bool {
+        let _ = (layer, step);
+        false
+    }
+
     /// (home) `h += attention(norm(h))`; writes the keys and values of the step's rows. In a parallel block
     /// the FFN's input has been taken before.
     fn attend(&mut self, layer: LayerId, step: &Step<'_>);
@@ -306,6 +325,14 @@ pub trait HybridBackend: Send {
 
     /// (home) `h += acc (+ down bias)`.
     fn ffn_add(&mut self, layer: LayerId, acc: &[f32]);
+
+    /// (home) `h += acc + its own partial sum (+ down bias)`; what is in `acc` afterwards is of no meaning. For
+    /// backends whose partial sum need not come to the host.
+    fn ffn_close(&mut self, ticket: Ticket, acc: &mut [f32]) {
+        let layer = ticket.layer;
+        self.ffn_finish(ticket, acc);
+        self.ffn_add(layer, acc);
+    }
 
     /// (home) Logits of the rows `rows` of the step.
     ///

@@ -176,10 +176,48 @@ impl ActiveBatch {
         self.row_mut(row)[neuron.index() / 64] |= 1 << (neuron.index() % 64);
     }
 
+    /// The sets as seen by one who has only the neurons `of`, and counts them from 0 up: bit `i` of a row of `out` says
+    /// whether neuron `of.ids()[i]` is in the row's set.
+    ///
+    /// # Panics
+    /// If `of` is a set of another layer size.
+    pub fn select(&self, of: &NeuronSet, out: &mut Self) {
+        assert_eq!(of.n_ff(), self.n_ff, "neurons of the selection and of the sets");
+        out.reset(self.n_rows, of.len());
+        for row in 0..self.n_rows {
+            let (mut at, to) = (0, out.row_mut(row));
+            for (&word, &of) in self.row(row).iter().zip(of.words()) {
+                let n = of.count_ones() as usize;
+                let bits = gathered(word & of, of);
+                if bits != 0 {
+                    to[at / 64] |= bits << (at % 64);
+                    if at % 64 + n > 64 {
+                        to[at / 64 + 1] |= bits >> (64 - at % 64);
+                    }
+                }
+                at += n;
+            }
+        }
+    }
+
     /// Number of (row, neuron) pairs in the sets.
     pub fn count(&self) -> u64 {
         self.words().iter().map(|w| u64::from(w.count_ones())).sum()
     }
+}
+
+/// The bits of `word` at the places where `of` has ones, moved together; `word` has ones only there.
+fn gathered(word: u64, of: u64) -> u64 {
+    if word == of {
+        return 1u64.checked_shl(of.count_ones()).map_or(u64::MAX, |bit| bit - 1);
+    }
+    let (mut rest, mut bits) = (word, 0);
+    while rest != 0 {
+        let below = (1 << rest.trailing_zeros()) - 1;
+        bits |= 1 << (of & below).count_ones();
+        rest &= rest - 1;
+    }
+    bits
 }
 
 #[cfg(test)]
@@ -201,6 +239,33 @@ mod tests {
     #[should_panic(expected = "neuron 70 is not below n_ff 70")]
     fn a_neuron_set_refuses_an_id_beyond_the_layer() {
         NeuronSet::from_ids(70, [NeuronId(70)]);
+    }
+
+    #[test]
+    fn a_selection_counts_its_neurons_from_zero() {
+        // Every third, a run over the border of a word, all, none.
+        let n_ff = 200;
+        let sets: [Vec<u32>; 4] =
+            [(0..n_ff).step_by(3).collect(), (60..131).collect(), (0..n_ff).collect(), vec![]];
+        let rows: [Vec<u32>; 3] =
+            [(0..n_ff).filter(|i| i * i % 7 == 1).collect(), (0..n_ff).collect(), vec![63, 64, 199]];
+        let mut batch = ActiveBatch::default();
+        batch.reset(rows.len(), n_ff as usize);
+        for (row, ids) in rows.iter().enumerate() {
+            ids.iter().for_each(|&id| batch.insert(row, NeuronId(id)));
+        }
+        for set in sets {
+            let of = NeuronSet::from_ids(n_ff as usize, set.iter().copied().map(NeuronId));
+            let mut local = ActiveBatch::default();
+            batch.select(&of, &mut local);
+            assert_eq!((local.n_rows(), local.n_ff()), (rows.len(), set.len()));
+            for (row, ids) in rows.iter().enumerate() {
+                let want: Vec<bool> = set.iter().map(|id| ids.contains(id)).collect();
+                let got: Vec<bool> =
+                    (0..set.len() as u32).map(|i| local.contains(row, NeuronId(i))).collect();
+                assert_eq!(got, want, "row {row} of {set:?}");
+            }
+        }
     }
 
     #[test]

@@ -388,6 +388,17 @@ pub enum DensePart {
 }
 
 impl DensePart {
+    /// Its matrices.
+    pub fn matrices(&self) -> impl Iterator<Item = &WeightMatrix> {
+        match self {
+            Self::Embedding(w) => [Some(&w.token), w.position.as_ref().map(|(table, _)| table), None, None],
+            Self::Layer(_, w) => [&w.q, &w.k, &w.v, &w.output].map(|linear| Some(&linear.weight)),
+            Self::Head(w) => [Some(&w.output), None, None, None],
+        }
+        .into_iter()
+        .flatten()
+    }
+
     /// Checks every shape against the model.
     ///
     /// # Errors
@@ -473,6 +484,11 @@ impl FfnWeights {
     /// Number of neurons.
     pub fn n_ff(&self) -> usize {
         self.up.n_rows()
+    }
+
+    /// Its matrices.
+    pub fn matrices(&self) -> impl Iterator<Item = &WeightMatrix> {
+        self.gate.iter().chain([&self.up, self.down.matrix()])
     }
 
     /// Checks every shape against the model.

@@ -27,7 +27,12 @@ impl NullBackend {
 
 impl HybridBackend for NullBackend {
     fn info(&self) -> BackendInfo {
-        BackendInfo { name: "null".into(), description: "counts traffic".into(), memory_bytes: None }
+        BackendInfo {
+            name: "null".into(),
+            description: "counts traffic".into(),
+            memory_bytes: None,
+            asynchronous: false,
+        }
     }
 
     fn load_dense(&mut self, part: DensePart) -> Result<(), BackendError> {
@@ -58,6 +63,10 @@ impl HybridBackend for NullBackend {
     fn release(&mut self, _: SeqId) {}
 
     fn embed(&mut self, step: &Step<'_>) {
+        self.n_rows = step.rows.len();
+    }
+
+    fn set_hidden(&mut self, step: &Step<'_>, _: &[f32]) {
         self.n_rows = step.rows.len();
     }
 

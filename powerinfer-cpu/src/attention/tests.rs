@@ -42,7 +42,7 @@ impl Filled {
         let mut caches = KvCaches::default();
         let mut kv = Vec::new();
         for (seq, &len) in (0..).zip(lens) {
-            caches.insert(SeqId(seq), KvCache::new(&spec, ty, len));
+            caches.insert(SeqId(seq), KvCache::new(&spec, ty, spec.n_layer, len));
             let new = [0; 2].map(|_| random.normals(len * spec.kv_dim(), 1.0));
             let rows: Vec<StepRow> = (0..len).map(|pos| row(seq, pos)).collect();
             // Some one by one and the rest at once.
@@ -223,13 +223,13 @@ fn copying_leaves_other_positions_and_layers_alone() {
         let mut pool = Pool::try_new(1).unwrap();
         let mut caches = KvCaches::default();
         for (id, len) in [(0, 35), (1, 69)] {
-            caches.insert(SeqId(id), KvCache::new(&spec, ty, len));
+            caches.insert(SeqId(id), KvCache::new(&spec, ty, spec.n_layer, len));
         }
         let rows: Vec<StepRow> = (0..35).map(|pos| row(0, pos)).collect();
         let k: Vec<f32> = (0..35 * kv_dim).map(|i| (1 + i / kv_dim) as f32).collect();
         let v: Vec<f32> = k.iter().map(|k| -k).collect();
         caches.write(&mut pool, &spec, 1, &rows, &k, &v);
-        caches.copy(&spec, SeqId(0), SeqId(1), 2..34);
+        caches.copy(SeqId(0), SeqId(1), 2..34);
         let to = caches.get(SeqId(1)).unwrap();
         // Keys and values of the first dimension of a head at a position.
         let values = |layer: usize, head_kv: usize, pos: usize| {
@@ -251,7 +251,7 @@ fn copying_leaves_other_positions_and_layers_alone() {
                 assert_eq!(values(0, head_kv, pos), (0.0, 0.0));
             }
         }
-        caches.copy(&spec, SeqId(1), SeqId(1), 0..3);
+        caches.copy(SeqId(1), SeqId(1), 0..3);
     }
 }
 
@@ -260,7 +260,7 @@ fn copying_leaves_other_positions_and_layers_alone() {
 fn a_position_beyond_the_reserved_length_panics() {
     let spec = spec(2, 2, 32);
     let mut caches = KvCaches::default();
-    caches.insert(SeqId(0), KvCache::new(&spec, KvType::F32, 5));
+    caches.insert(SeqId(0), KvCache::new(&spec, KvType::F32, spec.n_layer, 5));
     let k = vec![0.0; spec.kv_dim()];
     caches.write(&mut Pool::try_new(1).unwrap(), &spec, 0, &[row(0, 5)], &k, &k);
 }

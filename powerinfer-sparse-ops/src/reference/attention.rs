@@ -17,10 +17,16 @@ impl KvCache {
         Self { k: vec![Vec::new(); spec.n_layer], v: vec![Vec::new(); spec.n_layer] }
     }
 
-    /// Makes room for `kv_len` positions; fails if there is no memory for them.
-    pub(super) fn grow(&mut self, spec: &ModelSpec, kv_len: usize) -> Result<(), ()> {
+    /// Makes room for `kv_len` positions of the layers that are at home here; fails if there is no memory for them.
+    pub(super) fn grow(
+        &mut self,
+        spec: &ModelSpec,
+        kv_len: usize,
+        is_home: impl Fn(usize) -> bool,
+    ) -> Result<(), ()> {
         let len = kv_len.checked_mul(spec.kv_dim()).ok_or(())?;
-        for rows in self.k.iter_mut().chain(&mut self.v) {
+        let layers = self.k.iter_mut().zip(&mut self.v).enumerate().filter(|(layer, _)| is_home(*layer));
+        for rows in layers.flat_map(|(_, (k, v))| [k, v]) {
             rows.try_reserve_exact(len.saturating_sub(rows.len())).map_err(drop)?;
             rows.resize(rows.len().max(len), 0.0);
         }
@@ -29,7 +35,8 @@ impl KvCache {
 
     pub(super) fn copy_from(&mut self, spec: &ModelSpec, from: &Self, positions: Range<u32>) {
         let range = positions.start as usize * spec.kv_dim()..positions.end as usize * spec.kv_dim();
-        for (to, from) in self.k.iter_mut().zip(&from.k).chain(self.v.iter_mut().zip(&from.v)) {
+        let layers = self.k.iter_mut().zip(&from.k).chain(self.v.iter_mut().zip(&from.v));
+        for (to, from) in layers.filter(|(_, from)| !from.is_empty()) {
             to[range.clone()].copy_from_slice(&from[range.clone()]);
         }
     }

@@ -201,6 +201,7 @@ impl HybridBackend for ReferenceBackend {
             name: "reference".into(),
             description: format!("1 thread, plain loops, rounding {:?}", self.rounding),
             memory_bytes: None,
+            asynchronous: false,
         }
     }
 
@@ -234,7 +235,8 @@ impl HybridBackend for ReferenceBackend {
     fn reserve(&mut self, seq: SeqId, kv_len: usize, _max_rows: usize) -> Result<(), BackendError> {
         let spec = &self.spec;
         let cache = self.caches.entry(seq).or_insert_with(|| KvCache::new(spec));
-        cache.grow(spec, kv_len).map_err(|()| BackendError::OutOfMemory {
+        let is_home = |layer: usize| self.layers[layer].dense.is_some();
+        cache.grow(spec, kv_len, is_home).map_err(|()| BackendError::OutOfMemory {
             backend: "reference".into(),
             what: format!("keys and values of {kv_len} positions"),
             need_bytes: (kv_len as u64).saturating_mul((spec.n_layer * spec.kv_dim() * 8) as u64),
@@ -271,6 +273,18 @@ impl HybridBackend for ReferenceBackend {
                 self.cost.weight_bytes += positions.row_bytes() as u64;
             }
         }
+    }
+
+    fn set_hidden(&mut self, step: &Step<'_>, h: &[f32]) {
+        assert_eq!(
+            h.len(),
+            step.rows.len() * self.spec.n_embd,
+            "residual stream of {} rows",
+            step.rows.len()
+        );
+        self.n_rows = step.rows.len();
+        self.h.clear();
+        self.h.extend_from_slice(h);
     }
 
     fn attend(&mut self, layer: LayerId, step: &Step<'_>) {
