@@ -223,6 +223,10 @@ impl KvCache {
         Self { n_layer, kv_len, n_head_kv: spec.n_head_kv, head, k: vec![0; n], v: vec![0; n] }
     }
 
+    pub(crate) fn n_layer(&self) -> usize {
+        self.n_layer
+    }
+
     pub(crate) fn kv_len(&self) -> usize {
         self.kv_len
     }
@@ -242,7 +246,7 @@ impl KvCache {
     /// Copies positions `positions` of every layer to the same positions here.
     pub(crate) fn copy_from(&mut self, from: &Self, positions: Range<usize>) {
         let n_head_kv = self.n_head_kv;
-        for (layer, head_kv) in (0..self.n_layer).flat_map(|l| (0..n_head_kv).map(move |h| (l, h))) {
+        for (layer, head_kv) in (0..from.n_layer).flat_map(|l| (0..n_head_kv).map(move |h| (l, h))) {
             for tile in positions.start / POSITIONS..positions.end.div_ceil(POSITIONS) {
                 let first = tile * POSITIONS;
                 let part = positions.start.saturating_sub(first)..POSITIONS.min(positions.end - first);
@@ -293,9 +297,10 @@ impl KvCaches {
         self.caches.iter().find(|(id, _)| *id == seq).map(|(_, cache)| cache)
     }
 
-    /// Positions of the longest cache.
+    /// Positions of the longest cache that has any layer.
     pub(crate) fn max_len(&self) -> usize {
-        self.caches.iter().map(|(_, cache)| cache.kv_len).max().unwrap_or(0)
+        let caches = self.caches.iter().map(|(_, cache)| cache);
+        caches.filter(|cache| cache.n_layer > 0).map(|cache| cache.kv_len).max().unwrap_or(0)
     }
 
     fn index(&self, seq: SeqId) -> usize {

@@ -268,8 +268,7 @@ impl CpuBackend {
         let width = spec.n_embd.max(spec.q_dim()).max(rank).max(hidden);
         s.inputs.reserve(rows, width);
         self.cpu.reserve(rows, width);
-        let kv_len = if self.n_kv_layer > 0 { self.caches.max_len() } else { 0 };
-        s.attention.reserve(spec, self.cpu.pool.n_threads(), kv_len);
+        s.attention.reserve(spec, self.cpu.pool.n_threads(), self.caches.max_len());
         s.predict.reserve(predictors(), rows);
         s.ffn.reserve(spec, rows, by_neuron, by_output);
         if self.layers.iter().filter_map(|l| l.ffn.as_ref()).any(|ffn| ffn.gathered().is_some()) {
@@ -519,7 +518,7 @@ impl HybridBackend for CpuBackend {
         self.load_done(&mut |_, _| {})?;
         let spec = &*self.spec;
         let old = self.caches.get(seq);
-        if old.is_none_or(|old| old.kv_len() < kv_len) {
+        if old.is_none_or(|old| old.kv_len() < kv_len || old.n_layer() < self.n_kv_layer) {
             let n_bytes = KvCache::n_bytes(spec, self.kv_type, self.n_kv_layer, kv_len);
             expect_memory(n_bytes, || format!("keys and values of {kv_len} positions"))?;
             let mut cache = KvCache::new(spec, self.kv_type, self.n_kv_layer, kv_len);
