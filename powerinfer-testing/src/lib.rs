@@ -7,6 +7,7 @@
 pub mod alloc_guard;
 pub mod conformance;
 pub mod drive;
+pub mod mock;
 pub mod null;
 pub mod tiny;
 pub mod tolerance;

@@ -170,6 +170,10 @@ impl TinyFile {
         self.tensors.iter().find(|t| t.name == name).unwrap_or_else(|| panic!("no tensor `{name}`"))
     }
 
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.tensors.iter().any(|t| t.name == name)
+    }
+
     pub(crate) fn values(&self, name: &str) -> Vec<f32> {
         self.find(name).values()
     }
