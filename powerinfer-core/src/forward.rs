@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use powerinfer_sparse_ops::{BlockKind, FfnInput, HybridBackend, LayerId, ModelSpec, Step, StepCost, Ticket};
 
-use crate::placement::Assignment;
+use crate::placement::{Adaptive, Assignment};
 
 /// Watches a step from inside: the residual stream after each layer.
 ///
@@ -27,6 +27,7 @@ pub(crate) trait Watch {
 pub(crate) struct Forward {
     pub(crate) backends: Vec<Box<dyn HybridBackend>>,
     route: Route,
+    adaptive: Option<Adaptive>,
     parallel: bool,
     n_embd: usize,
     ffn_input: FfnInput,
@@ -62,12 +63,15 @@ impl LayerRoute {
 }
 
 impl Forward {
+    /// With `adaptive`, the host (backend 0) has all neurons and leaves to the others what they hold.
+    ///
     /// # Panics
     /// If the assignment names a backend that is not there.
     pub(crate) fn new(
         spec: &ModelSpec,
         backends: Vec<Box<dyn HybridBackend>>,
         assignment: &Assignment,
+        adaptive: Option<Adaptive>,
         max_rows: usize,
     ) -> Self {
         let is_asynchronous: Vec<bool> = backends.iter().map(|b| b.info().asynchronous).collect();
@@ -75,12 +79,14 @@ impl Forward {
             let owners = (0..backends.len()).filter(|&b| !layer.owned[b].is_empty());
             let others = owners.clone().filter(|&b| b != layer.home).collect();
             let mut start: Vec<usize> = owners.collect();
-            start.sort_by_key(|&b| !is_asynchronous[b]);
+            // The host comes last, after those whose neurons it leaves out.
+            start.sort_by_key(|&b| (b == 0, !is_asynchronous[b]));
             LayerRoute { home: layer.home, start, others }
         });
         let route = Route { embed: assignment.embed, layers: layers.collect(), head: assignment.head };
         Self {
             route,
+            adaptive,
             parallel: spec.block == BlockKind::Parallel,
             n_embd: spec.n_embd,
             ffn_input: FfnInput::with_capacity(max_rows, spec.n_embd, spec.max_n_ff()),
@@ -101,7 +107,7 @@ impl Forward {
         logits: &mut [f32],
         mut watch: Option<&mut dyn Watch>,
     ) {
-        let Self { backends, route, ffn_input, tickets, .. } = self;
+        let Self { backends, route, adaptive, ffn_input, tickets, .. } = self;
         let sum = &mut self.sum[..step.rows.len() * self.n_embd];
         // h [n_rows, n_embd] = token row (+ position row)
         backends[route.embed].embed(step);
@@ -123,8 +129,14 @@ impl Forward {
                 if let Some(watch) = watch.as_deref_mut() {
                     watch.ffn_input(layer, ffn_input);
                 }
+                if let Some(adaptive) = adaptive {
+                    adaptive.observe(layer, &ffn_input.active);
+                }
                 // y = sum over owners of (sum over owned, active neurons i of hidden_i · down_i)
                 for &owner in &way.start {
+                    if let (0, Some(adaptive)) = (owner, &adaptive) {
+                        adaptive.keep_cold(layer, &mut ffn_input.active);
+                    }
                     tickets[owner] = Some(backends[owner].ffn_start(layer, ffn_input));
                 }
                 sum.fill(0.0);
@@ -146,6 +158,9 @@ impl Forward {
         if !wanted.is_empty() {
             hand_over(backends, at, route.head, step, sum);
             backends[route.head].head(wanted, logits);
+        }
+        if let Some(adaptive) = adaptive {
+            adaptive.exchange(backends);
         }
     }
 

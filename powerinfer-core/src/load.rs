@@ -13,7 +13,7 @@ use powerinfer_sparse_ops::{
 };
 
 use crate::devices::Device;
-use crate::placement::{Assignment, AssignmentError};
+use crate::placement::{AdaptiveOptions, Assignment, AssignmentError};
 use crate::spec::Family;
 use crate::tokenizer::{PreTokenizer, TokenizerError};
 
@@ -44,6 +44,8 @@ pub struct LoadOptions {
     pub accelerators: Vec<Device>,
     /// Who holds which part of the model; `None` for everything on the host.
     pub assignment: Option<Assignment>,
+    /// Lets neurons move between the host and the accelerators while the model runs; the host keeps them all.
+    pub adaptive: Option<AdaptiveOptions>,
     /// Overrides the FFN's activation; see the rule in [`crate::Model`].
     pub activation: Option<Activation>,
     /// Overrides the file's `powerinfer.sparse_threshold` for all layers.
@@ -94,6 +96,7 @@ impl Default for LoadOptions {
             device: Device::default(),
             accelerators: Vec::new(),
             assignment: None,
+            adaptive: None,
             activation: None,
             sparse_threshold: None,
             mode: None,

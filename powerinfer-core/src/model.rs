@@ -6,12 +6,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use powerinfer_gguf::{GgufFile, GgufModel};
 use powerinfer_predictor::CalibrationFile;
-use powerinfer_sparse_ops::{ActiveMode, BackendInfo, DensePart, LayerId, ModelSpec, WeightMatrix};
+use powerinfer_sparse_ops::{
+    ActiveMode, BackendInfo, DensePart, LayerId, ModelSpec, NeuronSet, WeightMatrix,
+};
 
 use crate::chat::{ChatError, ChatTemplate};
 use crate::forward::Forward;
 use crate::load::{self, LoadError, LoadOptions, ModelWeights, Notes};
-use crate::placement::Assignment;
+use crate::placement::{Adaptive, Assignment};
 use crate::session::{Engine, Session, SessionError, SessionOptions};
 use crate::spec::{self, Family};
 use crate::tokenizer::Tokenizer;
@@ -309,12 +311,17 @@ fn fill_backends(
         }
         backends[home].load_dense(part)?;
     }
+    let adaptive = options.adaptive.filter(|_| n_backends > 1);
+    let adaptive = adaptive.map(|how| Adaptive::new(how, assignment, weights.ffn.clone()));
     let layers = weights.ffn.into_iter().zip(weights.predictors).zip(&assignment.layers);
     for (layer, ((ffn, predictor), assigned)) in (0..).map(LayerId).zip(layers) {
-        if assigned.owned[0].is_empty() {
+        let everything = adaptive.as_ref().map(|_| NeuronSet::all(ffn.n_ff()));
+        let host_owns = everything.as_ref().unwrap_or(&assigned.owned[0]);
+        if host_owns.is_empty() {
             not_on_host.extend(ffn.matrices().cloned());
         }
-        for (backend, owned) in backends.iter_mut().zip(&assigned.owned) {
+        let owned = std::iter::once(host_owns).chain(&assigned.owned[1..]);
+        for (backend, owned) in backends.iter_mut().zip(owned) {
             if !owned.is_empty() {
                 backend.load_ffn(layer, ffn.clone(), owned)?;
             }
@@ -327,5 +334,5 @@ fn fill_backends(
         backend.load_done(&mut |done, total| options.progress.tell(done, total))?;
     }
     not_on_host.iter().for_each(WeightMatrix::release);
-    Ok(Forward::new(spec, backends, assignment, options.n_batch))
+    Ok(Forward::new(spec, backends, assignment, adaptive, options.n_batch))
 }

@@ -4,8 +4,8 @@
 use std::ops::Range;
 
 use crate::{
-    ActiveBatch, DensePart, FfnWeights, LayerId, NeuronSet, PredictorWeights, SeqId, ShapeError, TokenId,
-    WeightType,
+    ActiveBatch, DensePart, FfnWeights, LayerId, NeuronId, NeuronSet, PredictorWeights, SeqId, ShapeError,
+    TokenId, WeightType,
 };
 
 /// Which neurons of the FFN are computed. The text of `Dense` and `Exact` is the same, bit for bit.
@@ -106,6 +106,8 @@ pub struct StepCost {
     pub bytes_in: u64,
     /// Bytes moved from the backend.
     pub bytes_out: u64,
+    /// Bytes of weights moved to the backend between steps, not in `bytes_in`.
+    pub swapped_bytes: u64,
     /// (gate row, token) products computed; 0 without gating.
     pub gate_rows: u64,
     /// (up row, token) products computed.
@@ -127,6 +129,7 @@ impl std::ops::AddAssign for StepCost {
         self.kv_bytes += o.kv_bytes;
         self.bytes_in += o.bytes_in;
         self.bytes_out += o.bytes_out;
+        self.swapped_bytes += o.swapped_bytes;
         self.gate_rows += o.gate_rows;
         self.up_rows += o.up_rows;
         self.down_rows += o.down_rows;
@@ -263,6 +266,20 @@ pub trait HybridBackend: Send {
         weights: FfnWeights,
         owned: &NeuronSet,
     ) -> Result<(), BackendError>;
+
+    /// Between two steps: no longer holds the neurons `leave` of a layer and holds as many others, `enter`, in their
+    /// place. `weights` are those of [`HybridBackend::load_ffn`]. Says whether it did; backends whose neurons stay where
+    /// they are leave it out.
+    fn swap_neurons(
+        &mut self,
+        layer: LayerId,
+        weights: &FfnWeights,
+        leave: &[NeuronId],
+        enter: &[NeuronId],
+    ) -> bool {
+        let _ = (layer, weights, leave, enter);
+        false
+    }
 
     /// Takes the predictor of a layer; called on home only. Without one, mode `Predictor` computes the layer
     /// as `Exact`.

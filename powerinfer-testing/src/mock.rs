@@ -2,14 +2,14 @@
 //! what a real one would take.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use powerinfer_sparse_ops::reference::{ReferenceBackend, Rounding};
 use powerinfer_sparse_ops::{
-    BackendError, BackendInfo, BlockKind, DensePart, DownWeights, FfnInput, FfnWeights, HybridBackend,
-    LayerId, ModelSpec, NeuronSet, PredictorWeights, SeqId, Step, StepCost, Ticket, WeightBytes,
-    WeightMatrix,
+    ActiveBatch, BackendError, BackendInfo, BlockKind, DensePart, DownWeights, FfnInput, FfnWeights,
+    HybridBackend, LayerId, ModelSpec, NeuronId, NeuronSet, PredictorWeights, SeqId, Step, StepCost, Ticket,
+    WeightBytes, WeightMatrix,
 };
 
 /// What a [`MockDevice`] has allocated, seen from outside.
@@ -17,6 +17,8 @@ use powerinfer_sparse_ops::{
 pub struct Account {
     used: AtomicU64,
     peak: AtomicU64,
+    /// For each layer and neuron.
+    asked: Mutex<Vec<Vec<u64>>>,
 }
 
 impl Account {
@@ -28,6 +30,26 @@ impl Account {
     /// Most bytes that were ever in use.
     pub fn peak(&self) -> u64 {
         self.peak.load(Ordering::SeqCst)
+    }
+
+    /// How many tokens had each neuron of a layer in the active set that came with them, held or not, `[n_ff]`; empty
+    /// for a layer that the device was never asked about.
+    pub fn asked(&self, layer: LayerId) -> Vec<u64> {
+        let asked = self.asked.lock().expect("nobody panics while counting");
+        asked.get(layer.index()).cloned().unwrap_or_default()
+    }
+
+    fn ask(&self, layer: LayerId, active: &ActiveBatch) {
+        let mut asked = self.asked.lock().expect("nobody panics while counting");
+        let n_layer = asked.len().max(layer.index() + 1);
+        asked.resize_with(n_layer, Vec::new);
+        let counts = &mut asked[layer.index()];
+        counts.resize(active.n_ff(), 0);
+        for row in 0..active.n_rows() {
+            for (id, count) in (0..).map(NeuronId).zip(counts.iter_mut()) {
+                *count += u64::from(active.contains(row, id));
+            }
+        }
     }
 
     fn take(&self, n_bytes: u64) {
@@ -137,6 +159,24 @@ impl HybridBackend for Timed {
         self.inner.load_ffn(layer, weights, owned)
     }
 
+    /// The copy runs beside the caller; what is started later waits for it.
+    fn swap_neurons(
+        &mut self,
+        layer: LayerId,
+        weights: &FfnWeights,
+        leave: &[NeuronId],
+        enter: &[NeuronId],
+    ) -> bool {
+        let swapped = self.inner.swap_neurons(layer, weights, leave, enter);
+        let cost = self.inner.take_cost();
+        self.cost += cost;
+        if cost.swapped_bytes > 0 {
+            let ns = self.transfer(cost.swapped_bytes as usize);
+            self.busy_until = self.busy_until.max(self.clock.now()) + ns;
+        }
+        swapped
+    }
+
     fn load_predictor(&mut self, layer: LayerId, weights: PredictorWeights) -> Result<(), BackendError> {
         self.inner.load_predictor(layer, weights)
     }
@@ -241,7 +281,7 @@ pub struct MockDevice {
     /// Bytes of this device; other devices may have the same account.
     used: u64,
     homes: Vec<bool>,
-    owned: Vec<usize>,
+    owned: Vec<NeuronSet>,
     has_head: bool,
     sequences: Vec<(SeqId, u64)>,
     scratch: u64,
@@ -269,7 +309,7 @@ impl MockDevice {
         Self {
             inner: ReferenceBackend::new(Arc::clone(&spec), Rounding::None),
             homes: vec![false; spec.n_layer],
-            owned: vec![0; spec.n_layer],
+            owned: spec.n_ff.iter().map(|&n_ff| NeuronSet::none(n_ff)).collect(),
             has_head: false,
             spec,
             options,
@@ -325,6 +365,21 @@ impl MockDevice {
             parts.push(floats(spec.n_vocab));
         }
         parts
+    }
+
+    /// Gives copies of the rows of `owned` to the inner backend.
+    fn hold(&mut self, layer: LayerId, weights: &FfnWeights, owned: &NeuronSet) -> Result<(), BackendError> {
+        self.owned[layer.index()] = owned.clone();
+        let copies = FfnWeights {
+            gate: weights.gate.as_ref().map(|m| poisoned(m, owned)),
+            up: poisoned(&weights.up, owned),
+            down: match &weights.down {
+                DownWeights::ByNeuron(m) => DownWeights::ByNeuron(poisoned(m, owned)),
+                by_output @ DownWeights::ByOutput(_) => by_output.clone(),
+            },
+            up_bias: weights.up_bias.clone(),
+        };
+        self.inner.load_ffn(layer, copies, owned)
     }
 
     fn start(&mut self, layer: LayerId, input: &FfnInput) -> Work {
@@ -414,17 +469,25 @@ impl HybridBackend for MockDevice {
             DownWeights::ByOutput(m) => m.n_bytes() as u64,
         });
         self.allocate("neurons", parts)?;
-        self.owned[layer.index()] = n;
-        let weights = FfnWeights {
-            gate: weights.gate.map(|m| poisoned(&m, owned)),
-            up: poisoned(&weights.up, owned),
-            down: match weights.down {
-                DownWeights::ByNeuron(m) => DownWeights::ByNeuron(poisoned(&m, owned)),
-                by_output @ DownWeights::ByOutput(_) => by_output,
-            },
-            up_bias: weights.up_bias,
-        };
-        self.inner.load_ffn(layer, weights, owned)
+        self.hold(layer, &weights, owned)
+    }
+
+    fn swap_neurons(
+        &mut self,
+        layer: LayerId,
+        weights: &FfnWeights,
+        leave: &[NeuronId],
+        enter: &[NeuronId],
+    ) -> bool {
+        let old = &self.owned[layer.index()];
+        assert!(leave.len() == enter.len() && leave.iter().all(|id| old.contains(*id)), "{leave:?} are held");
+        let ids = old.ids().iter().copied().filter(|id| !leave.contains(id)).chain(enter.iter().copied());
+        let owned = NeuronSet::from_ids(old.n_ff(), ids);
+        assert_eq!(owned.len(), old.len(), "{enter:?} are not held");
+        let row_bytes: usize = weights.matrices().map(|m| m.n_bytes() / old.n_ff()).sum();
+        self.traffic.swapped_bytes += (enter.len() * row_bytes) as u64;
+        self.hold(layer, weights, &owned).expect("weights that were taken before");
+        true
     }
 
     fn load_predictor(&mut self, layer: LayerId, weights: PredictorWeights) -> Result<(), BackendError> {
@@ -503,6 +566,7 @@ impl HybridBackend for MockDevice {
     }
 
     fn ffn_start(&mut self, layer: LayerId, input: &FfnInput) -> Ticket {
+        self.account.ask(layer, &input.active);
         // What was computed here is here.
         if !self.homes[layer.index()] {
             self.traffic.bytes_in += 4 * input.x.len() as u64 + 8 * input.active.words().len() as u64;

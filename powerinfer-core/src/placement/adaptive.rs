@@ -1,0 +1,173 @@
+//! Neurons that move between host and device while a model runs.
+
+use powerinfer_sparse_ops::{ActiveBatch, FfnWeights, HybridBackend, LayerId, NeuronId};
+
+use super::Assignment;
+
+/// How neurons move between the host and its devices while a model runs.
+///
+/// Each neuron has a rate: the share of recent tokens that had it active, older ones counting less and less. After a
+/// step, one layer after the other, a device exchanges the neurons of the lowest rates that it holds for those of the
+/// highest rates that nobody but the host holds, as long as an exchange pays: what it saves within the half-life must
+/// be `hysteresis` times what it costs. The host keeps the weights of all neurons meanwhile, and computes those that no
+/// device holds.
+///
+/// Sums are added in another order after an exchange, so logits differ in their last bits, as they do between two
+/// placements.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdaptiveOptions {
+    /// Tokens after which an activation counts half.
+    pub half_life: f32,
+    /// An exchange happens if the difference of the rates, times the half-life, is at least this: the reads of the
+    /// neuron that the host is expected to be spared. Moving a neuron takes a few times as long as reading it, and rates
+    /// are estimates.
+    pub hysteresis: f32,
+    /// Bytes of weights that may be moved after a token.
+    pub bytes_per_token: u64,
+}
+
+impl Default for AdaptiveOptions {
+    fn default() -> Self {
+        Self { half_life: 256.0, hysteresis: 24.0, bytes_per_token: 1 << 20 }
+    }
+}
+
+/// The state behind [`AdaptiveOptions`]. Allocates nothing after it was made.
+#[derive(Debug)]
+pub(crate) struct Adaptive {
+    options: AdaptiveOptions,
+    layers: Vec<LayerState>,
+    /// The layer that is looked at next.
+    next: usize,
+    leave: Vec<NeuronId>,
+    enter: Vec<NeuronId>,
+}
+
+#[derive(Debug)]
+struct LayerState {
+    weights: FfnWeights,
+    /// Whether host and devices both have neurons, so that there is something to exchange.
+    is_split: bool,
+    /// Bytes of one neuron.
+    neuron_bytes: u64,
+    /// Recent activity of each neuron: a sum over tokens, each counting less than the next, up to `1 / (1 - decay)`.
+    heat: Vec<f32>,
+    /// The backend that holds each neuron besides the host; 0 for none.
+    holder: Vec<u16>,
+    /// Neurons that the host is left with, a bit each.
+    cold: Vec<u64>,
+    /// Neurons in the order of their heat, hottest first.
+    order: Vec<u32>,
+}
+
+impl Adaptive {
+    pub(crate) fn new(options: AdaptiveOptions, assignment: &Assignment, ffn: Vec<FfnWeights>) -> Self {
+        let layers = ffn.into_iter().zip(&assignment.layers).map(|(weights, assigned)| {
+            let n_ff = weights.n_ff();
+            let mut holder = vec![0; n_ff];
+            for (backend, owned) in assigned.owned.iter().enumerate().skip(1) {
+                owned.ids().iter().for_each(|id| holder[id.index()] = backend as u16);
+            }
+            let row_bytes: usize = weights.matrices().map(|m| m.n_bytes() / n_ff).sum();
+            let n_cold = assigned.owned[0].len();
+            LayerState {
+                is_split: n_cold > 0 && n_cold < n_ff,
+                neuron_bytes: row_bytes as u64,
+                heat: vec![0.0; n_ff],
+                cold: assigned.owned[0].words().to_vec(),
+                holder,
+                order: (0..n_ff as u32).collect(),
+                weights,
+            }
+        });
+        let layers: Vec<LayerState> = layers.collect();
+        let most = layers.iter().map(|l| options.bytes_per_token / l.neuron_bytes.max(1)).max().unwrap_or(0);
+        let widest = layers.iter().map(|l| l.heat.len()).max().unwrap_or(0).min(most as usize);
+        Self {
+            options,
+            layers,
+            next: 0,
+            leave: Vec::with_capacity(widest),
+            enter: Vec::with_capacity(widest),
+        }
+    }
+
+    /// Counts what the tokens of a step want in a layer.
+    pub(crate) fn observe(&mut self, layer: LayerId, active: &ActiveBatch) {
+        let state = &mut self.layers[layer.index()];
+        if !state.is_split {
+            return;
+        }
+        let decay = decay(self.options.half_life);
+        let heat = &mut state.heat;
+        for row in 0..active.n_rows() {
+            for (word, heat) in active.row(row).iter().zip(heat.chunks_mut(64)) {
+                for (i, heat) in heat.iter_mut().enumerate() {
+                    *heat = *heat * decay + (word >> i & 1) as f32;
+                }
+            }
+        }
+    }
+
+    /// Leaves in the sets what no device holds.
+    pub(crate) fn keep_cold(&self, layer: LayerId, active: &mut ActiveBatch) {
+        let cold = &self.layers[layer.index()].cold;
+        for row in 0..active.n_rows() {
+            active.row_mut(row).iter_mut().zip(cold).for_each(|(word, cold)| *word &= cold);
+        }
+    }
+
+    /// Looks at the next layer that devices have neurons of, and moves what pays.
+    pub(crate) fn exchange(&mut self, backends: &mut [Box<dyn HybridBackend>]) {
+        let n = self.layers.len();
+        let Some(layer) = (0..n).map(|i| (self.next + i) % n).find(|&layer| self.layers[layer].is_split)
+        else {
+            return;
+        };
+        self.next = layer + 1;
+        let state = &mut self.layers[layer];
+        let heat = &state.heat;
+        state.order.sort_unstable_by(|&a, &b| heat[b as usize].total_cmp(&heat[a as usize]).then(a.cmp(&b)));
+        let mut n_left = (self.options.bytes_per_token / state.neuron_bytes.max(1)) as usize;
+        let AdaptiveOptions { half_life, hysteresis, .. } = self.options;
+        // A rate is heat times (1 - decay).
+        let spared_per_heat = (1.0 - decay(half_life)) * half_life;
+        let pays = |enter: u32, leave: u32| {
+            (heat[enter as usize] - heat[leave as usize]) * spared_per_heat >= hysteresis
+        };
+        for (backend, device) in backends.iter_mut().enumerate().skip(1) {
+            self.leave.clear();
+            self.enter.clear();
+            let mut hot = state.order.iter().copied().filter(|&j| state.holder[j as usize] == 0);
+            let mut cold = state
+                .order
+                .iter()
+                .rev()
+                .copied()
+                .filter(|&j| usize::from(state.holder[j as usize]) == backend);
+            while n_left > 0
+                && let (Some(enter), Some(leave)) = (hot.next(), cold.next())
+                && pays(enter, leave)
+            {
+                self.enter.push(NeuronId(enter));
+                self.leave.push(NeuronId(leave));
+                n_left -= 1;
+            }
+            let id = LayerId(layer as u32);
+            if self.enter.is_empty() || !device.swap_neurons(id, &state.weights, &self.leave, &self.enter) {
+                continue;
+            }
+            for (enter, leave) in self.enter.iter().zip(&self.leave) {
+                state.holder[enter.index()] = backend as u16;
+                state.holder[leave.index()] = 0;
+                state.cold[enter.index() / 64] &= !(1 << (enter.index() % 64));
+                state.cold[leave.index() / 64] |= 1 << (leave.index() % 64);
+            }
+        }
+    }
+}
+
+/// What remains of an activation after one more token.
+fn decay(half_life: f32) -> f32 {
+    (-std::f32::consts::LN_2 / half_life).exp()
+}

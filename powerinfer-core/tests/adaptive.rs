@@ -1,0 +1,130 @@
+//! Neurons that move between host and device: the text stays, a good placement is not made worse, a bad one gets better.
+
+mod support;
+
+use std::sync::Arc;
+
+use powerinfer_core::placement::{AdaptiveOptions, Assignment, LayerAssignment};
+use powerinfer_core::{ActiveMode, Device, LoadOptions, MakeBackend, Rounding, SessionOptions, TokenId};
+use powerinfer_sparse_ops::reference::ReferenceBackend;
+use powerinfer_sparse_ops::{LayerId, NeuronId, NeuronSet};
+use powerinfer_testing::mock::{Account, Clock, MockDevice, MockOptions, Speed, Timed};
+use powerinfer_testing::tiny::Random;
+use powerinfer_testing::tolerance::{NMSE_F32, assert_close};
+
+use support::{N_CTX, N_FF, N_LAYER, N_VOCAB, TinyFile};
+
+/// Of each layer.
+const N_HOT: usize = N_FF / 4;
+const N_TOKENS: usize = 700;
+
+struct Run {
+    /// How often each neuron of each layer was active.
+    asked: Vec<Vec<u64>>,
+    logits: Vec<f32>,
+    ns: u64,
+    swapped_bytes: u64,
+}
+
+/// Device four times as fast as the host, over a link a third as fast as the host's memory.
+fn devices(clock: &Clock, account: &Arc<Account>) -> (Device, Device) {
+    let host = Speed { memory: 1.0, link: 1.0, latency_ns: 0, asynchronous: false };
+    let device = Speed { memory: 4.0, link: 0.3, latency_ns: 50, asynchronous: true };
+    let (host_clock, device_clock, account) = (clock.clone(), clock.clone(), Arc::clone(account));
+    let host = MakeBackend::new(move |spec| {
+        let inner = Box::new(ReferenceBackend::new(Arc::clone(&spec), Rounding::None));
+        Ok(Box::new(Timed::new(inner, &spec, host, host_clock.clone())))
+    });
+    let device = MakeBackend::new(move |spec| {
+        let inner = MockDevice::new(Arc::clone(&spec), MockOptions::default(), Arc::clone(&account));
+        Ok(Box::new(Timed::new(Box::new(inner), &spec, device, device_clock.clone())))
+    });
+    (Device::Other(host), Device::Other(device))
+}
+
+fn tokens() -> Vec<TokenId> {
+    let mut random = Random::new(31);
+    (0..N_TOKENS).map(|_| TokenId(random.below(N_VOCAB) as u32)).collect()
+}
+
+/// Decodes all tokens in short texts and keeps the logits of every 50th.
+fn run(hot: &[NeuronSet], adaptive: Option<AdaptiveOptions>) -> Run {
+    let clock = Clock::default();
+    let account = Arc::new(Account::default());
+    let (host, device) = devices(&clock, &account);
+    let layers =
+        hot.iter().map(|hot| LayerAssignment { home: 0, owned: vec![hot.complement(), hot.clone()] });
+    let options = LoadOptions {
+        device: host,
+        accelerators: vec![device],
+        assignment: Some(Assignment { embed: 0, head: 0, layers: layers.collect() }),
+        adaptive,
+        ..LoadOptions::default()
+    };
+    let model = TinyFile::sparse().load_with(&options).unwrap();
+    let options = SessionOptions { mode: Some(ActiveMode::Predictor), ..SessionOptions::default() };
+    let mut session = model.session(&options).unwrap();
+    let before = clock.now();
+    let mut logits = Vec::new();
+    for (i, token) in tokens().into_iter().enumerate() {
+        if session.tokens().len() == N_CTX {
+            session.rewind(0).unwrap();
+        }
+        let last = session.decode(token).unwrap();
+        if i % 50 == 0 {
+            logits.extend_from_slice(last);
+        }
+    }
+    let swapped_bytes = session.stats().decode.cost.swapped_bytes;
+    let asked = (0..N_LAYER as u32).map(|layer| account.asked(LayerId(layer))).collect();
+    Run { asked, logits, ns: clock.now() - before, swapped_bytes }
+}
+
+/// The neurons of each layer that were active most often, or least.
+fn ranked(asked: &[Vec<u64>], hottest: bool) -> Vec<NeuronSet> {
+    let set = |asked: &Vec<u64>| {
+        let mut order: Vec<u32> = (0..N_FF as u32).collect();
+        order.sort_by_key(|&j| asked[j as usize]);
+        if hottest {
+            order.reverse();
+        }
+        NeuronSet::from_ids(N_FF, order.into_iter().take(N_HOT).map(NeuronId))
+    };
+    asked.iter().map(set).collect()
+}
+
+#[test]
+fn adaptive_placement_keeps_the_logits_leaves_a_good_split_alone_and_mends_a_bad_one() {
+    let any = vec![NeuronSet::from_ids(N_FF, (0..N_HOT as u32).map(NeuronId)); N_LAYER];
+    let first = run(&any, None);
+    let (best, worst) = (ranked(&first.asked, true), ranked(&first.asked, false));
+    // A neuron of the toy takes 768 bytes, a token reads about 200 KB.
+    let adaptive = AdaptiveOptions { half_life: 128.0, hysteresis: 24.0, bytes_per_token: 2 * 768 };
+
+    let good = run(&best, None);
+    let good_adaptive = run(&best, Some(adaptive));
+    assert_close("a good split", &good_adaptive.logits, &good.logits, NMSE_F32);
+    assert!(
+        good_adaptive.ns as f64 <= 1.02 * good.ns as f64,
+        "adaptive {} ns, static {} ns",
+        good_adaptive.ns,
+        good.ns
+    );
+
+    let bad = run(&worst, None);
+    let mended = run(&worst, Some(adaptive));
+    assert_close("a bad split", &mended.logits, &good.logits, NMSE_F32);
+    assert!(mended.swapped_bytes > 0 && mended.swapped_bytes <= (N_TOKENS * 2 * 768) as u64);
+    let (worst_ns, mended_ns, best_ns) = (bad.ns as f64, mended.ns as f64, good.ns as f64);
+    assert!(
+        worst_ns - mended_ns > 0.5 * (worst_ns - best_ns),
+        "worst {worst_ns} ns, mended {mended_ns}, best {best_ns}"
+    );
+}
+
+#[test]
+fn a_budget_below_one_neuron_moves_nothing() {
+    let any = vec![NeuronSet::from_ids(N_FF, (0..N_HOT as u32).map(NeuronId)); N_LAYER];
+    let adaptive = AdaptiveOptions { half_life: 8.0, hysteresis: 0.1, bytes_per_token: 767 };
+    assert_eq!(run(&any, Some(adaptive)).swapped_bytes, 0);
+}
