@@ -28,7 +28,7 @@ use powerinfer_sparse_ops::{
 use crate::certificate::{Certificate, CertifiedBuffers, CertifiedInput};
 use crate::input::{Forms, Input, InputBuffers};
 use crate::kernel::gemm;
-use crate::kernel::{AXPY_ROWS, axpy, axpy_scaled, dot_list, dot_rows, prefetch};
+use crate::kernel::{AXPY_ROWS, axpy, axpy_scaled, dot_list, dot_rows, worth_asking};
 use crate::level::CpuLevel;
 use crate::matmul::{Cpu, matmul};
 use crate::ops::add;
@@ -562,13 +562,13 @@ impl LayerStep<'_> {
                 let row = |&neuron: &u32| down.bytes(neuron as usize);
                 let (groups, rest) = list.neurons().as_chunks::<AXPY_ROWS>();
                 for (i, (group, values)) in groups.iter().zip(list.values.as_chunks().0).enumerate() {
-                    if let Some(next) = groups.get(i + 1) {
-                        next.iter().for_each(|&neuron| prefetch(down, neuron as usize));
-                    }
-                    axpy(self.level, down.ty(), *values, group.each_ref().map(row), sum);
+                    let next = groups.get(i + 1).map_or([&[][..]; AXPY_ROWS], |next| {
+                        next.each_ref().map(|&neuron| worth_asking(down, neuron as usize))
+                    });
+                    axpy(self.level, down.ty(), *values, group.each_ref().map(row), sum, next);
                 }
                 for (neuron, &value) in rest.iter().zip(&list.values[list.n - rest.len()..]) {
-                    axpy(self.level, down.ty(), [value], [row(neuron)], sum);
+                    axpy(self.level, down.ty(), [value], [row(neuron)], sum, [&[]]);
                 }
             }
             Down::Relaid(_) => {
@@ -695,10 +695,10 @@ impl LayerStep<'_> {
                 let row = |(bit, _)| down.bytes(block * BLOCK + bit);
                 let (groups, rest) = terms.as_chunks::<AXPY_ROWS>();
                 for group in groups {
-                    axpy(self.level, down.ty(), group.map(|(_, a)| a), group.map(row), sum);
+                    axpy(self.level, down.ty(), group.map(|(_, a)| a), group.map(row), sum, [&[]; AXPY_ROWS]);
                 }
                 for &term in rest {
-                    axpy(self.level, down.ty(), [term.1], [row(term)], sum);
+                    axpy(self.level, down.ty(), [term.1], [row(term)], sum, [&[]]);
                 }
             }
             Down::Relaid(down) if !terms.is_empty() => {

@@ -70,16 +70,7 @@ const DOT_ROWS: usize = 4;
 /// # Shapes
 /// `out [≥ list.len()]`.
 pub(crate) fn dot_list(level: CpuLevel, w: &Rows, list: &[u32], x: &Input<'_>, out: &mut [f32]) {
-    let (groups, rest) = list.as_chunks::<DOT_ROWS>();
-    for (i, (group, out)) in groups.iter().zip(out.as_chunks_mut().0).enumerate() {
-        if let Some(next) = groups.get(i + 1) {
-            next.iter().for_each(|&row| prefetch(w, row as usize));
-        }
-        *out = dot_group(level, group.map(|row| w.row(row as usize)), x);
-    }
-    for (&row, out) in rest.iter().zip(&mut out[list.len() - rest.len()..]) {
-        [*out] = dot_group(level, [w.row(row as usize)], x);
-    }
+    dot_some(level, w, list.len(), |i| list[i] as usize, x, &mut out[..list.len()]);
 }
 
 /// Dot products of the rows `rows` of `w` with the first vector of `x`.
@@ -87,52 +78,104 @@ pub(crate) fn dot_list(level: CpuLevel, w: &Rows, list: &[u32], x: &Input<'_>, o
 /// # Shapes
 /// `out [rows.len()]`.
 pub(crate) fn dot_run(level: CpuLevel, w: &Rows, rows: Range<usize>, x: &Input<'_>, out: &mut [f32]) {
+    dot_some(level, w, rows.len(), |i| rows.start + i, x, out);
+}
+
+/// Dot products of the `n` rows `row(0), row(1), …` of `w` with the first vector of `x`.
+#[inline]
+fn dot_some(
+    level: CpuLevel,
+    w: &Rows,
+    n: usize,
+    row: impl Fn(usize) -> usize,
+    x: &Input<'_>,
+    out: &mut [f32],
+) {
+    let ahead = |i: usize| {
+        let i = i + AHEAD;
+        if i < n { worth_asking(w, row(i)) } else { &[] }
+    };
     let (groups, rest) = out.as_chunks_mut::<DOT_ROWS>();
-    let mut row = rows.start;
+    let mut at = 0;
     for out in groups {
-        let ahead = row + 2 * DOT_ROWS;
-        (ahead..rows.end.min(ahead + DOT_ROWS)).for_each(|row| prefetch(w, row));
-        *out = dot_group(level, std::array::from_fn::<_, DOT_ROWS, _>(|i| w.row(row + i)), x);
-        row += DOT_ROWS;
+        let rows = std::array::from_fn::<_, DOT_ROWS, _>(|i| w.row(row(at + i)));
+        *out = dot_group(level, rows, x, std::array::from_fn(|i| ahead(at + i)));
+        at += DOT_ROWS;
     }
     for out in rest {
-        [*out] = dot_group(level, [w.row(row)], x);
-        row += 1;
+        [*out] = dot_group(level, [w.row(row(at))], x, [ahead(at)]);
+        at += 1;
     }
 }
 
-/// Dot products of `R` rows with the first vector of `x`.
-fn dot_group<const R: usize>(level: CpuLevel, rows: [Row<'_>; R], x: &Input<'_>) -> [f32; R] {
+/// Dot products of `R` rows with the first vector of `x`; meanwhile the bytes `ahead` are asked for.
+fn dot_group<const R: usize>(
+    level: CpuLevel,
+    rows: [Row<'_>; R],
+    x: &Input<'_>,
+    ahead: [&[u8]; R],
+) -> [f32; R] {
     #[cfg(target_arch = "x86_64")]
-    if let CpuLevel::Avx512(level) = level
-        && let Row::Floats(first) = rows[0]
-    {
-        let mut floats = [first; R];
-        for (floats, row) in floats.iter_mut().zip(rows) {
-            let Row::Floats(row) = row else { unreachable!("rows of one matrix have one type") };
-            *floats = row;
+    if let CpuLevel::Avx512(level) = level {
+        match rows[0] {
+            Row::Floats(first) => {
+                let mut floats = [first; R];
+                for (floats, row) in floats.iter_mut().zip(rows) {
+                    let Row::Floats(row) = row else { unreachable!("rows of one matrix have one type") };
+                    *floats = row;
+                }
+                return avx512::float::dot_tile(level, floats, x.f32s([0])).map(|[sum]| sum);
+            }
+            Row::Planar(kind, _) => {
+                return std::array::from_fn(|i| {
+                    let Row::Planar(_, row) = rows[i] else {
+                        unreachable!("rows of one matrix have one type")
+                    };
+                    let [sum] = avx512::int8::dot(level, kind, row, x.x8s([0]), ahead[i]);
+                    sum
+                });
+            }
+            Row::Blocks(..) => {}
         }
-        return avx512::float::dot_tile(level, floats, x.f32s([0])).map(|[sum]| sum);
     }
+    ahead.into_iter().for_each(prefetch_bytes);
     rows.map(|row| dot(level, row, x, [0])[0])
 }
 
-/// Asks the memory for a row that is read soon, where that gains something. Integers take so much computing that the
-/// processor does not look ahead far enough by itself: on one core of a 2.1 GHz Emerald Rapids, decoding 1.1 billion
-/// weights of Q4_0 became faster by a quarter. Plain floats became slower, gates of F16 read one after the other by
-/// as much.
+/// How many rows before it is computed the memory is asked for a row.
+const AHEAD: usize = 8;
+
+/// Whether the memory is asked for rows before they are computed. Integers take so much computing that the processor
+/// does not look ahead far enough by itself: on one core of a 2.1 GHz Emerald Rapids, decoding 1.1 billion weights of
+/// Q4_0 became faster by a quarter. Plain floats became slower, gates of F16 read one after the other by as much.
+#[inline]
+fn is_asked_for(w: &Rows) -> bool {
+    !w.ty().is_float()
+}
+
+/// Asks the memory for a row that is read soon, where that gains something.
 #[inline]
 pub(crate) fn prefetch(w: &Rows, row: usize) {
+    prefetch_bytes(worth_asking(w, row));
+}
+
+/// The bytes of a row that is read soon, if asking the memory for them gains something.
+#[inline]
+pub(crate) fn worth_asking(w: &Rows, row: usize) -> &[u8] {
+    if is_asked_for(w) { w.bytes(row) } else { &[] }
+}
+
+/// Asks the memory for some bytes.
+#[inline]
+fn prefetch_bytes(bytes: &[u8]) {
     #[cfg(target_arch = "x86_64")]
-    if !w.ty().is_float() {
-        for line in w.bytes(row).chunks(64) {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            // SAFETY: PREFETCH-ANYWHERE: a prefetch of any address has no effect but on the caches.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
-        }
+    for line in bytes.chunks(64) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: PREFETCH-ANYWHERE: a prefetch of any address has no effect but on the caches.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (w, row);
+    let _ = bytes;
 }
 
 /// Dot products of one row of weights with `T` vectors.
@@ -149,7 +192,7 @@ pub(crate) fn dot<const T: usize>(
             #[cfg(target_arch = "x86_64")]
             CpuLevel::Avx2(level) => avx2::dot::dot_planar(level, kind, w, x.x8s(rows)),
             #[cfg(target_arch = "x86_64")]
-            CpuLevel::Avx512(level) => avx512::int8::dot(level, kind, w, x.x8s(rows)),
+            CpuLevel::Avx512(level) => avx512::int8::dot(level, kind, w, x.x8s(rows), &[]),
             #[cfg(target_arch = "aarch64")]
             CpuLevel::Neon(level) => neon::dot::dot_planar(level, kind, w, x.x8s(rows)),
         },
@@ -200,7 +243,7 @@ pub(crate) fn dot_f32(level: CpuLevel, ty: WeightType, row: &[u8], x: &[f32]) ->
 }
 
 /// `acc += a[0] · rows[0] + a[1] · rows[1] + …`, added one after the other: the bits are those of that many
-/// calls with one row.
+/// calls with one row. Meanwhile the memory is asked for the bytes `ahead`.
 ///
 /// # Shapes
 /// Each row holds `acc.len()` weights.
@@ -213,13 +256,19 @@ pub(crate) fn axpy<const N: usize>(
     a: [f32; N],
     rows: [&[u8]; N],
     acc: &mut [f32],
+    ahead: [&[u8]; N],
 ) {
+    #[cfg(target_arch = "x86_64")]
+    if let CpuLevel::Avx512(level) = level {
+        return avx512::axpy::axpy(level, ty, a, rows, acc, ahead);
+    }
+    ahead.into_iter().for_each(prefetch_bytes);
     match level {
         CpuLevel::Scalar => scalar::axpy::axpy(ty, a, rows, acc),
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2(level) => avx2::axpy::axpy(level, ty, a, rows, acc),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512(level) => avx512::axpy::axpy(level, ty, a, rows, acc),
+        CpuLevel::Avx512(_) => unreachable!("done above"),
         #[cfg(target_arch = "aarch64")]
         CpuLevel::Neon(level) => neon::axpy::axpy(level, ty, a, rows, acc),
     }

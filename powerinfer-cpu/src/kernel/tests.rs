@@ -234,10 +234,10 @@ fn axpy_matches_the_decoded_sum_for_every_type_level_and_length() {
             for level in CpuLevel::available() {
                 let what = format!("{} axpy {ty} of {n}", level.name());
                 let mut together = start.clone();
-                axpy(level, ty, a, rows, &mut together);
+                axpy(level, ty, a, rows, &mut together, rows);
                 let mut singly = start.clone();
                 for (a, row) in a.into_iter().zip(rows) {
-                    axpy(level, ty, [a], [row], &mut singly);
+                    axpy(level, ty, [a], [row], &mut singly, [&[]]);
                 }
                 for i in 0..n {
                     assert_eq!(together[i].to_bits(), singly[i].to_bits(), "{what}: at once and one by one");
@@ -265,7 +265,7 @@ fn plain_vectors_may_have_any_length_even_none() {
             assert_eq!(dot_f32(level, WeightType::F32, row, &x[..n]), want);
             assert_eq!(dot_f32(level, WeightType::F16, half_row, &x[..n]), want);
             let mut acc = x[..n].to_vec();
-            axpy(level, WeightType::F16, [2.0], [half_row], &mut acc);
+            axpy(level, WeightType::F16, [2.0], [half_row], &mut acc, [&[]]);
             assert!((0..n).all(|i| acc[i] == 3.0 * i as f32));
         }
     }
@@ -467,8 +467,10 @@ mod avx512_forms {
                 let a: [f32; 8] = std::array::from_fn(|_| random.normal());
                 let mut singly = random.normals(n, 1.0);
                 let mut together = singly.clone();
-                axpy::axpy(level, ty, a, rows, &mut together);
-                a.into_iter().zip(rows).for_each(|(a, row)| axpy::axpy(level, ty, [a], [row], &mut singly));
+                axpy::axpy(level, ty, a, rows, &mut together, rows);
+                a.into_iter()
+                    .zip(rows)
+                    .for_each(|(a, row)| axpy::axpy(level, ty, [a], [row], &mut singly, [&[]]));
                 assert!(together.iter().zip(&singly).all(|(a, b)| a.to_bits() == b.to_bits()), "{ty} of {n}");
             }
         }
@@ -489,7 +491,7 @@ mod avx512_forms {
                 let start = random.normals(n_tokens * n, 1.0);
                 let mut want = start.clone();
                 for (acc, h) in want.chunks_mut(n).zip(h.chunks(n_rows)) {
-                    h.iter().zip(&rows).for_each(|(&a, row)| axpy::axpy(level, ty, [a], [row], acc));
+                    h.iter().zip(&rows).for_each(|(&a, row)| axpy::axpy(level, ty, [a], [row], acc, [&[]]));
                 }
                 for first in [0, n / 64 * 32] {
                     let mut bands = vec![f32::NAN; (n - first).div_ceil(axpy::BAND) * n_rows * axpy::BAND];

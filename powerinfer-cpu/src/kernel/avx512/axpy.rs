@@ -12,7 +12,7 @@ use bytemuck::Pod;
 use powerinfer_sparse_ops::WeightType;
 use powerinfer_sparse_ops::block::{BlockQ4_0, BlockQ8_0};
 
-use super::super::Floats;
+use super::super::{Floats, prefetch_bytes};
 use super::load::{lanes, load_bf16, load_bytes, load_f16, load_f32, load_i8, padded, splat_f16, store_f32};
 use crate::level::Avx512;
 
@@ -22,9 +22,10 @@ pub(in crate::kernel) fn axpy<const N: usize>(
     a: [f32; N],
     rows: [&[u8]; N],
     acc: &mut [f32],
+    ahead: [&[u8]; N],
 ) {
     // SAFETY: LEVEL-DETECTED.
-    unsafe { axpy_inner(ty, a, rows, acc) }
+    unsafe { axpy_inner(ty, a, rows, acc, ahead) }
 }
 
 /// Rows of integers with a scale for each column.
@@ -83,13 +84,19 @@ pub(in crate::kernel) fn down_tile<const T: usize>(
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn axpy_inner<const N: usize>(ty: WeightType, a: [f32; N], rows: [&[u8]; N], acc: &mut [f32]) {
+fn axpy_inner<const N: usize>(
+    ty: WeightType,
+    a: [f32; N],
+    rows: [&[u8]; N],
+    acc: &mut [f32],
+    ahead: [&[u8]; N],
+) {
     match ty {
         WeightType::F32 => axpy_f32(a, rows.map(bytemuck::cast_slice), acc),
         WeightType::F16 => axpy_f16(a, rows.map(bytemuck::cast_slice), acc),
         WeightType::BF16 => axpy_bf16(a, rows.map(bytemuck::cast_slice), acc),
-        WeightType::Q8_0 => axpy_q8_0(a, rows.map(bytemuck::cast_slice), acc),
-        WeightType::Q4_0 => axpy_q4_0(a, rows.map(bytemuck::cast_slice), acc),
+        WeightType::Q8_0 => axpy_q8_0(a, rows.map(bytemuck::cast_slice), acc, ahead),
+        WeightType::Q4_0 => axpy_q4_0(a, rows.map(bytemuck::cast_slice), acc, ahead),
         _ => unreachable!("axpy with {ty}"),
     }
 }
@@ -137,7 +144,7 @@ axpy_floats!(axpy_bf16, u16, load_bf16);
 macro_rules! axpy_blocks {
     ($name:ident, $block:ty, $unpack:ident) => {
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-        fn $name<const N: usize>(a: [f32; N], rows: [&[$block]; N], acc: &mut [f32]) {
+        fn $name<const N: usize>(a: [f32; N], rows: [&[$block]; N], acc: &mut [f32], ahead: [&[u8]; N]) {
             let acc = acc.as_chunks_mut::<32>().0;
             let mut blocks: [&[$block]; N] = [&[]; N];
             for j in 0..N {
@@ -147,6 +154,9 @@ macro_rules! axpy_blocks {
             for (i, acc) in acc.iter_mut().enumerate() {
                 let [acc0, acc1] = acc.as_chunks_mut::<16>().0 else { unreachable!("32 = 2 · 16") };
                 let mut sums = [load_f32(acc0), load_f32(acc1)];
+                // A line a time; what is left, at the end.
+                let line = 64 * (i / N)..64 * (i / N) + 1;
+                prefetch_bytes(ahead[i % N].get(line).unwrap_or_default());
                 for j in 0..N {
                     let w = $unpack(&blocks[j][i]);
                     sums[0] = _mm512_fmadd_ps(factors[j], w[0], sums[0]);
@@ -154,6 +164,9 @@ macro_rules! axpy_blocks {
                 }
                 store_f32(sums[0], acc0);
                 store_f32(sums[1], acc1);
+            }
+            for j in 0..N {
+                prefetch_bytes(&ahead[j][ahead[j].len().min(64 * (acc.len() / N))..]);
             }
         }
     };
