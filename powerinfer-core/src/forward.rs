@@ -96,6 +96,18 @@ impl Forward {
         }
     }
 
+    /// The backends that hold anything.
+    pub(crate) fn used(&mut self) -> impl Iterator<Item = &mut Box<dyn HybridBackend>> {
+        let Self { backends, route, .. } = self;
+        let is_used = |backend: usize| {
+            let layers = || route.layers.iter();
+            backend == route.embed
+                || backend == route.head
+                || layers().any(|l| l.home == backend || l.start.contains(&backend))
+        };
+        backends.iter_mut().enumerate().filter(move |(i, _)| is_used(*i)).map(|(_, backend)| backend)
+    }
+
     /// Runs a step and writes the logits of its rows `wanted`.
     ///
     /// # Shapes

@@ -13,7 +13,7 @@ use powerinfer_sparse_ops::{
 };
 
 use crate::devices::Device;
-use crate::placement::{AdaptiveOptions, Assignment, AssignmentError};
+use crate::placement::{AdaptiveOptions, Assignment, AssignmentError, PlanOptions, RatesError};
 use crate::spec::Family;
 use crate::tokenizer::{PreTokenizer, TokenizerError};
 
@@ -42,8 +42,10 @@ pub struct LoadOptions {
     pub device: Device,
     /// Further devices, backends 1 and up of the assignment.
     pub accelerators: Vec<Device>,
-    /// Who holds which part of the model; `None` for everything on the host.
+    /// Who holds which part of the model; goes before `plan`. Without both, everything is on the host.
     pub assignment: Option<Assignment>,
+    /// Plans who holds what; see [`crate::Model::plan`].
+    pub plan: Option<PlanOptions>,
     /// Lets neurons move between the host and the accelerators while the model runs; the host keeps them all.
     pub adaptive: Option<AdaptiveOptions>,
     /// Overrides the FFN's activation; see the rule in [`crate::Model`].
@@ -96,6 +98,7 @@ impl Default for LoadOptions {
             device: Device::default(),
             accelerators: Vec::new(),
             assignment: None,
+            plan: None,
             adaptive: None,
             activation: None,
             sparse_threshold: None,
@@ -238,6 +241,9 @@ pub enum LoadError {
     /// An assignment that does not fit the model or the devices.
     #[error(transparent)]
     Assignment(#[from] AssignmentError),
+    /// Statistics of another model.
+    #[error(transparent)]
+    Rates(#[from] RatesError),
     /// A batch of no tokens, or of more than any buffer is made for.
     #[error("n_batch must be in 1..={MAX_BATCH}, got {n_batch}")]
     BatchSize {

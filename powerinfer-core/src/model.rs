@@ -13,8 +13,8 @@ use powerinfer_sparse_ops::{
 use crate::chat::{ChatError, ChatTemplate};
 use crate::forward::Forward;
 use crate::load::{self, LoadError, LoadOptions, ModelWeights, Notes};
-use crate::placement::{Adaptive, Assignment};
-use crate::session::{Engine, Session, SessionError, SessionOptions};
+use crate::placement::{self, Adaptive, Assignment, ModelShape, Plan, PlanOptions, PlanRequest, PlanTable};
+use crate::session::{self, Engine, Session, SessionError, SessionOptions};
 use crate::spec::{self, Family};
 use crate::tokenizer::Tokenizer;
 use crate::vocab;
@@ -43,6 +43,7 @@ pub(crate) struct Shared {
     pub(crate) default_mode: ActiveMode,
     pub(crate) n_batch: usize,
     name: Option<String>,
+    plan: Option<Plan>,
     has_predictors: bool,
     /// Layers with a predictor, `[n_layer]`.
     predicted: Vec<bool>,
@@ -160,7 +161,18 @@ impl Model {
         }
         let default_mode = default_mode(&spec, has_predictors, options, &mut notes)?;
         let weight_bytes = file.tensors().map(|t| t.n_bytes() as u64).sum();
-        let forward = fill_backends(&spec, weights, options)?;
+        let name = file.metadata().find::<String>("general.name")?;
+        let plan = match &options.plan {
+            Some(how) if options.assignment.is_none() => {
+                let plan = make_plan(&spec, name.as_deref(), &weights, default_mode, options, how)?;
+                for line in PlanTable(&plan).to_string().lines() {
+                    notes.info(line);
+                }
+                Some(plan)
+            }
+            _ => None,
+        };
+        let forward = fill_backends(&spec, weights, plan.as_ref(), options)?;
         let backends: Vec<BackendInfo> = forward.backends.iter().map(|b| b.info()).collect();
         for backend in &backends {
             notes.info(format!("{}: {}", backend.name, backend.description));
@@ -169,7 +181,8 @@ impl Model {
             shared: Arc::new(Shared {
                 default_mode,
                 n_batch: options.n_batch,
-                name: file.metadata().find::<String>("general.name")?,
+                name,
+                plan,
                 has_predictors,
                 predicted,
                 tokenizer,
@@ -196,6 +209,32 @@ impl Model {
             return Err(SessionError::NoPredictors);
         }
         Session::new(Arc::clone(&self.shared), options)
+    }
+
+    /// Plans where the parts of a model file go, by [`LoadOptions::plan`], without loading them; no device need be
+    /// there. `None` if no plan is asked for.
+    ///
+    /// # Errors
+    /// A [`LoadError`] that names the key or tensor at fault, or says that the statistics are of another model.
+    pub fn plan(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Option<Plan>, LoadError> {
+        let path = path.as_ref();
+        let file = &GgufModel::open(path)?;
+        let Some(how) = &options.plan else { return Ok(None) };
+        let mut notes = Notes::default();
+        let family = Family::of(file)?;
+        let spec = spec::read_spec(file, family, options, &mut notes)?;
+        let calibration = load::find_calibration(file, Some(path), options, &mut notes)?;
+        let weights = load::read_weights(file, family, &spec, options, calibration.as_ref(), &mut notes)?;
+        let has_predictors =
+            weights.predictors.iter().any(Option::is_some) && spec.activation.has_exact_zeros();
+        let mode = default_mode(&spec, has_predictors, options, &mut notes)?;
+        let name = file.metadata().find::<String>("general.name")?;
+        make_plan(&spec, name.as_deref(), &weights, mode, options, how).map(Some)
+    }
+
+    /// The plan that the model was loaded by, if one was asked for.
+    pub fn placement(&self) -> Option<&Plan> {
+        self.shared.plan.as_ref()
     }
 
     /// The model's name for people, from `general.name`.
@@ -280,17 +319,41 @@ fn default_mode(
     Ok(mode)
 }
 
+fn make_plan(
+    spec: &ModelSpec,
+    name: Option<&str>,
+    weights: &ModelWeights,
+    mode: ActiveMode,
+    options: &LoadOptions,
+    how: &PlanOptions,
+) -> Result<Plan, LoadError> {
+    let name = name.unwrap_or(&spec.arch).to_owned();
+    let shape = ModelShape::new(name, spec, &weights.dense, &weights.ffn, &weights.predictors);
+    let rates = how.statistics.rates(&shape)?;
+    Ok(placement::plan(&PlanRequest {
+        shape: &shape,
+        rates: &rates,
+        mode,
+        host: &how.host,
+        devices: &how.devices,
+        n_ctx: how.n_ctx.unwrap_or_else(|| session::default_context(spec)),
+        n_batch: options.n_batch,
+        n_seq: how.n_seq,
+    }))
+}
+
 /// Makes the backends and gives each what it is to hold. The host comes last to bring its weights in, since it gives
 /// back the pages that all copied from.
 fn fill_backends(
     spec: &Arc<ModelSpec>,
     weights: ModelWeights,
+    plan: Option<&Plan>,
     options: &LoadOptions,
 ) -> Result<Forward, LoadError> {
     let devices = || std::iter::once(&options.device).chain(&options.accelerators);
     let n_backends = devices().count();
     let everything_on_host;
-    let assignment = match &options.assignment {
+    let assignment = match options.assignment.as_ref().or(plan.map(|plan| &plan.assignment)) {
         Some(assignment) => assignment,
         None => {
             everything_on_host = Assignment::all_on(spec, 0, n_backends);

@@ -1,8 +1,20 @@
 //! Which neurons and which dense parts go where.
+//!
+//! [`plan`] fills devices with what saves most time for a byte; an [`Assignment`] is what loading takes.
 
 mod adaptive;
 mod assignment;
+mod device;
+mod plan;
+mod rates;
+mod report;
+mod shape;
 
 pub(crate) use adaptive::Adaptive;
 pub use adaptive::AdaptiveOptions;
 pub use assignment::{Assignment, AssignmentError, LayerAssignment};
+pub use device::{ALLOCATION_BYTES, Accelerator, Bandwidth, Budget, Host};
+pub use plan::{DevicePlan, PartBytes, Plan, PlanOptions, PlanRequest, Statistics, plan};
+pub use rates::{Rates, RatesError};
+pub use report::PlanTable;
+pub use shape::{LayerShape, ModelShape};

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use powerinfer_sparse_ops::{
-    ActiveMode, BackendError, FfnInput, LayerId, SeqId, Step, StepCost, StepRow, TokenId,
+    ActiveMode, BackendError, FfnInput, LayerId, ModelSpec, SeqId, Step, StepCost, StepRow, TokenId,
 };
 
 use crate::forward::{Forward, Probe, Watch};
@@ -112,6 +112,11 @@ pub struct SessionOptions {
     pub mode: Option<ActiveMode>,
 }
 
+/// Context length of a session that asks for none.
+pub(crate) fn default_context(spec: &ModelSpec) -> usize {
+    spec.n_ctx_train.min(4096)
+}
+
 /// What the sessions of a model share and take turns with.
 #[derive(Debug)]
 pub(crate) struct Engine {
@@ -128,7 +133,7 @@ impl Engine {
 
     fn new_sequence(&mut self, n_ctx: usize) -> Result<SeqId, BackendError> {
         let seq = SeqId(self.next_seq);
-        for backend in &mut self.forward.backends {
+        for backend in self.forward.used() {
             backend.reserve(seq, n_ctx, self.max_rows)?;
         }
         self.next_seq += 1;
@@ -136,7 +141,7 @@ impl Engine {
     }
 
     fn release(&mut self, seq: SeqId) {
-        for backend in &mut self.forward.backends {
+        for backend in self.forward.used() {
             backend.release(seq);
         }
     }
@@ -157,7 +162,7 @@ pub struct Session {
 
 impl Session {
     pub(crate) fn new(shared: Arc<Shared>, options: &SessionOptions) -> Result<Self, SessionError> {
-        let n_ctx = options.n_ctx.unwrap_or_else(|| shared.spec.n_ctx_train.min(4096));
+        let n_ctx = options.n_ctx.unwrap_or_else(|| default_context(&shared.spec));
         let limit = if shared.spec.rope.is_some() { u32::MAX as usize } else { shared.spec.n_ctx_train };
         if n_ctx == 0 || n_ctx > limit {
             return Err(SessionError::ContextLength { n_ctx, limit });
@@ -356,7 +361,7 @@ impl Session {
         let seq = {
             let mut engine = self.shared.engine();
             let seq = engine.new_sequence(self.n_ctx)?;
-            for backend in &mut engine.forward.backends {
+            for backend in engine.forward.used() {
                 backend.kv_copy(self.seq, seq, 0..self.tokens.len() as u32);
             }
             seq

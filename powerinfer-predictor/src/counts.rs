@@ -1,6 +1,6 @@
 //! How often each neuron fired on some text.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use powerinfer_sparse_ops::{LayerId, NeuronId};
@@ -8,24 +8,144 @@ use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 
 use crate::error::{PredictorError, shortened};
-use crate::file::{check_layers, layer_number};
+use crate::file::{check_layers, layer_number, write_atomic};
 use crate::weights::read;
 
 const TOKENS: &str = "tokens";
+const FINGERPRINT: &str = "fingerprint";
 const EXPECTED: &str = "`activation_N` and `tokens`";
 
 /// Activation statistics: for each layer and neuron, how many tokens had it active. Hot neurons are those
 /// with the highest counts.
 ///
-/// Read from `activation_counts.safetensors`: tensors `activation_N` (I64, `[n_ff]`) for each layer N, and
-/// `tokens` (I64, `[1]`), the number of tokens.
+/// The file is in the safetensors format: tensors `activation_N` (I64, `[n_ff]`) for each layer N, and `tokens` (I64,
+/// `[1]`), the number of tokens. Its metadata may have the key `fingerprint`, which tells the model file apart from
+/// others; files without it, such as those of other programs, are read as well.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ActivationCounts {
     n_tokens: u64,
     layers: Vec<Vec<u64>>,
+    fingerprint: Option<String>,
 }
 
 impl ActivationCounts {
+    /// Counts of `n_tokens` tokens, `[n_layer][n_ff]`.
+    ///
+    /// # Errors
+    /// A [`PredictorError`]: no tokens, no layers, a layer without neurons, or a count above the number of tokens.
+    pub fn new(n_tokens: u64, layers: Vec<Vec<u64>>) -> Result<Self, PredictorError> {
+        let tokens = i64::try_from(n_tokens).unwrap_or(i64::MAX);
+        if tokens == 0 {
+            return Err(PredictorError::NoTokens { n_tokens: tokens });
+        }
+        check_layers((0..).map(LayerId).take(layers.len()), "activation_0")?;
+        for (layer, counts) in (0..).map(LayerId).zip(&layers) {
+            if counts.is_empty() {
+                return Err(PredictorError::Shape {
+                    tensor: format!("activation_{layer}"),
+                    expected: "one dimension, not empty".to_owned(),
+                    got: vec![0],
+                });
+            }
+            let counts = counts.iter().map(|&count| i64::try_from(count).unwrap_or(i64::MAX)).collect();
+            check_counts(layer, counts, tokens)?;
+        }
+        Ok(Self { n_tokens, layers, fingerprint: None })
+    }
+
+    /// The same counts of the model file with this fingerprint.
+    #[must_use]
+    pub fn of_model(mut self, fingerprint: impl Into<String>) -> Self {
+        self.fingerprint = Some(fingerprint.into());
+        self
+    }
+
+    /// What tells the model file apart from others, if it is known.
+    pub fn fingerprint(&self) -> Option<&str> {
+        self.fingerprint.as_deref()
+    }
+
+    /// Refuses a model file with another fingerprint; counts without one are those of any model of their shape.
+    ///
+    /// # Errors
+    /// [`PredictorError::OtherModel`] with both.
+    pub fn check_model(&self, fingerprint: &str) -> Result<(), PredictorError> {
+        match &self.fingerprint {
+            Some(own) if own != fingerprint => {
+                Err(PredictorError::OtherModel { expected: own.clone(), got: fingerprint.to_owned() })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds counts on other text.
+    ///
+    /// # Errors
+    /// [`PredictorError::OtherModel`] or [`PredictorError::Shape`] if they are of another model; nothing is added then.
+    pub fn merge(&mut self, other: &Self) -> Result<(), PredictorError> {
+        if let Some(fingerprint) = &other.fingerprint {
+            self.check_model(fingerprint)?;
+        }
+        let shape = |counts: &Self| counts.layers.iter().map(Vec::len).collect::<Vec<_>>();
+        if shape(self) != shape(other) {
+            return Err(PredictorError::Shape {
+                tensor: "activation counts that are added".to_owned(),
+                expected: format!("layers of {:?} neurons", shape(self)),
+                got: shape(other),
+            });
+        }
+        self.n_tokens = self.n_tokens.saturating_add(other.n_tokens);
+        for (counts, other) in self.layers.iter_mut().zip(&other.layers) {
+            counts.iter_mut().zip(other).for_each(|(count, other)| *count = count.saturating_add(*other));
+        }
+        self.fingerprint = self.fingerprint.take().or_else(|| other.fingerprint.clone());
+        Ok(())
+    }
+
+    /// The bytes of a file.
+    ///
+    /// # Errors
+    /// [`PredictorError::Format`] if the format cannot hold it.
+    pub fn to_bytes(&self) -> Result<Vec<u8>, PredictorError> {
+        let bytes = |values: &[u64]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
+        let mut tensors = vec![(TOKENS.to_owned(), vec![1], bytes(&[self.n_tokens]))];
+        tensors.extend(
+            self.layers
+                .iter()
+                .enumerate()
+                .map(|(layer, counts)| (format!("activation_{layer}"), vec![counts.len()], bytes(counts))),
+        );
+        let views = tensors
+            .iter()
+            .map(|(name, shape, bytes)| Ok((name, TensorView::new(Dtype::I64, shape.clone(), bytes)?)))
+            .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
+        let metadata =
+            self.fingerprint.as_ref().map(|f| HashMap::from([(FINGERPRINT.to_owned(), f.clone())]));
+        Ok(safetensors::serialize(views, metadata)?)
+    }
+
+    /// Writes a file that appears under its name when it is complete.
+    ///
+    /// # Errors
+    /// [`PredictorError::Write`], and those of [`ActivationCounts::to_bytes`].
+    pub fn write(&self, path: impl AsRef<Path>) -> Result<(), PredictorError> {
+        write_atomic(path.as_ref(), &self.to_bytes()?)
+    }
+
+    /// Smallest share of a layer's neurons that makes `part` of its activations; `None` if there is no such layer.
+    pub fn share_making(&self, layer: LayerId, part: f64) -> Option<f64> {
+        let mut counts = self.layer(layer)?.to_vec();
+        counts.sort_unstable_by_key(|&count| std::cmp::Reverse(count));
+        let goal = part * counts.iter().map(|&c| c as f64).sum::<f64>();
+        let mut sum = 0.0;
+        let n = counts.iter().take_while(|&&count| {
+            let before = sum;
+            sum += count as f64;
+            before < goal
+        });
+        Some(n.count() as f64 / counts.len() as f64)
+    }
+
     /// Reads a file.
     ///
     /// # Errors
@@ -63,7 +183,9 @@ impl ActivationCounts {
         let n_tokens = n_tokens.ok_or_else(|| PredictorError::MissingTensor { tensor: TOKENS.to_owned() })?;
         check_layers(layers.keys().copied(), "activation_0")?;
         let layers = layers.into_iter().map(|(layer, counts)| check_counts(layer, counts, n_tokens));
-        Ok(Self { layers: layers.collect::<Result<_, _>>()?, n_tokens: n_tokens.unsigned_abs() })
+        let (_, header) = SafeTensors::read_metadata(bytes)?;
+        let fingerprint = header.metadata().as_ref().and_then(|map| map.get(FINGERPRINT).cloned());
+        Ok(Self { layers: layers.collect::<Result<_, _>>()?, n_tokens: n_tokens.unsigned_abs(), fingerprint })
     }
 
     /// Number of tokens that were counted, at least 1.
@@ -186,6 +308,40 @@ mod tests {
         assert_eq!(counts.layer(LayerId(12)), None);
         let share = counts.active_share(LayerId(0)).unwrap();
         assert!((share - (8.0 * 93.5 + 88.0) / 9600.0).abs() < 1e-12, "{share}");
+    }
+
+    #[test]
+    fn counts_are_read_back_added_up_and_kept_apart_from_other_models() {
+        let mut counts =
+            ActivationCounts::new(10, vec![vec![1, 2, 10], vec![0, 0, 7]]).unwrap().of_model("a");
+        assert_eq!(ActivationCounts::from_bytes(&counts.to_bytes().unwrap()).unwrap(), counts);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.statistics.safetensors");
+        counts.write(&path).unwrap();
+        assert_eq!(ActivationCounts::open(&path).unwrap(), counts);
+
+        let more = ActivationCounts::new(5, vec![vec![5, 0, 0], vec![1, 1, 1]]).unwrap();
+        counts.merge(&more).unwrap();
+        assert_eq!((counts.n_tokens(), counts.layer(LayerId(0)).unwrap()), (15, &[6, 2, 10][..]));
+        assert_eq!(counts.fingerprint(), Some("a"));
+        assert!(matches!(
+            counts.merge(&more.clone().of_model("b")).unwrap_err(),
+            PredictorError::OtherModel { .. }
+        ));
+        let other = ActivationCounts::new(5, vec![vec![5, 0], vec![1, 1, 1]]).unwrap();
+        assert!(matches!(counts.merge(&other).unwrap_err(), PredictorError::Shape { .. }));
+        assert!(matches!(counts.check_model("b").unwrap_err(), PredictorError::OtherModel { .. }));
+        counts.check_model("a").unwrap();
+        // 10 of 18 are under 80 %, 16 of 18 are over.
+        assert_eq!(counts.share_making(LayerId(0), 0.8), Some(2.0 / 3.0));
+    }
+
+    #[test]
+    fn counts_that_cannot_be_are_refused_when_they_are_made() {
+        assert!(ActivationCounts::new(0, vec![vec![0]]).is_err());
+        assert!(ActivationCounts::new(1, vec![]).is_err());
+        assert!(ActivationCounts::new(1, vec![vec![]]).is_err());
+        assert!(ActivationCounts::new(1, vec![vec![2]]).is_err());
     }
 
     #[test]

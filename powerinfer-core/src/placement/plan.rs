@@ -1,0 +1,666 @@
+//! The planner: which parts and neurons go to which device.
+//!
+//! A token costs the time to read what it needs where that lies, and for each layer whose neurons are not all at its
+//! home one exchange. A layer on host and devices takes as long as the slowest of them:
+//!
+//! ```text
+//! T = Σ layers ( dense(home) + max over owners (read bytes ÷ bandwidth) + exchange, if another than home owns )
+//!   + head(home) + hand-overs between homes
+//! read bytes of neurons   p · (up + down) + g · gate     p: rate of activation; g: p with a predictor, otherwise 1
+//! ```
+//!
+//! For each layer the planner looks at every choice of home and at numbers of neurons, hottest first, and keeps the
+//! lower convex hull of (bytes, time): what more bytes save. The steps of all hulls are taken in the order of seconds
+//! saved for a byte, as far as they fit; the first that does not fit is taken in part. The same steps with the last one
+//! in fractions are the linear relaxation, a bound that no placement beats but for the width of a step; the plan says
+//! how far it is from it ([`Plan::gap`]).
+//!
+//! Several devices are filled one after the other, each with what is still on the host.
+
+use std::cmp::Ordering;
+use std::collections::BinaryHeap;
+
+use powerinfer_predictor::ActivationCounts;
+use powerinfer_sparse_ops::{ActiveMode, NeuronId, NeuronSet};
+
+use super::device::{Accelerator, Host};
+use super::rates::{Rates, RatesError};
+use super::shape::{LayerShape, ModelShape};
+use super::{Assignment, LayerAssignment};
+
+/// What to plan.
+#[derive(Clone, Copy, Debug)]
+pub struct PlanRequest<'a> {
+    /// The model.
+    pub shape: &'a ModelShape,
+    /// How often its neurons are active.
+    pub rates: &'a Rates,
+    /// Which neurons are computed.
+    pub mode: ActiveMode,
+    /// The host.
+    pub host: &'a Host,
+    /// Devices besides it, in the order in which they are filled.
+    pub devices: &'a [Accelerator],
+    /// Positions of a sequence.
+    pub n_ctx: usize,
+    /// Tokens of a step.
+    pub n_batch: usize,
+    /// Sequences at a time.
+    pub n_seq: usize,
+}
+
+/// What a plan that is made while a model is loaded is made for.
+#[derive(Clone, Debug)]
+pub struct PlanOptions {
+    /// The host.
+    pub host: Host,
+    /// As many as [`crate::LoadOptions::accelerators`], in the same order.
+    pub devices: Vec<Accelerator>,
+    /// How often neurons are active.
+    pub statistics: Statistics,
+    /// Positions of a sequence; `None` for the default of a session.
+    pub n_ctx: Option<usize>,
+    /// Sequences at a time.
+    pub n_seq: usize,
+}
+
+/// What is known of how often neurons are active.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Statistics {
+    /// Nothing: every neuron has this rate, and which of them go to a device is chance.
+    Unknown {
+        /// The rate.
+        rate: f32,
+    },
+    /// Counts on some text.
+    Counts(Box<ActivationCounts>),
+}
+
+impl Statistics {
+    pub(crate) fn rates(&self, shape: &ModelShape) -> Result<Rates, RatesError> {
+        match self {
+            Self::Unknown { rate } => Ok(Rates::uniform(shape, *rate)),
+            Self::Counts(counts) => Rates::from_counts(counts, shape),
+        }
+    }
+}
+
+/// Where everything goes, and what that takes and gives.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    /// Who holds what; backend 0 is the host, backend `i` the device `i - 1` of the request.
+    pub assignment: Assignment,
+    /// One for each device.
+    pub devices: Vec<DevicePlan>,
+    /// Seconds of a token.
+    pub token_seconds: f64,
+    /// Seconds of a token with everything on the host.
+    pub host_seconds: f64,
+    /// How much longer a token takes than by the linear relaxation, as a share of that; the sum over devices.
+    pub gap: f64,
+}
+
+/// What one device holds.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DevicePlan {
+    /// Its name.
+    pub name: String,
+    /// Bytes that may be used.
+    pub usable_bytes: u64,
+    /// Bytes by part.
+    pub bytes: PartBytes,
+    /// Layers that are at home here.
+    pub n_homes: usize,
+    /// Whether the head is.
+    pub has_head: bool,
+    /// Neurons that are here.
+    pub n_neurons: usize,
+    /// Of so many.
+    pub of_neurons: usize,
+    /// Share of all activations that are of these neurons.
+    pub active_share: f64,
+    /// What did not go the way one might wish, and why.
+    pub reasons: Vec<String>,
+}
+
+/// Bytes on a device, with every allocation rounded up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct PartBytes {
+    /// Attention and norms.
+    pub dense: u64,
+    /// Last norm and output matrix.
+    pub head: u64,
+    /// Keys and values.
+    pub kv: u64,
+    /// Predictors.
+    pub predictors: u64,
+    /// Neurons.
+    pub neurons: u64,
+    /// What steps work in.
+    pub steps: u64,
+}
+
+impl PartBytes {
+    /// All of them.
+    pub fn total(&self) -> u64 {
+        let Self { dense, head, kv, predictors, neurons, steps } = *self;
+        [dense, head, kv, predictors, neurons, steps].into_iter().fold(0, u64::saturating_add)
+    }
+}
+
+/// A layer while devices are filled.
+#[derive(Clone, Debug)]
+struct LayerState {
+    home: usize,
+    /// Up to which of its neurons, hottest first, the devices hold them.
+    ends: Vec<usize>,
+}
+
+/// A choice for a layer on the device that is filled.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Choice {
+    moves_home: bool,
+    /// Neurons, beginning with the hottest that no device before holds.
+    n: usize,
+    bytes: u64,
+    seconds: f64,
+}
+
+/// Whose home may move to the device that is filled.
+#[derive(Clone, Copy, Debug)]
+enum Homes {
+    /// Any that gains by it.
+    WherePays,
+    /// The first so many layers have to, the others do not.
+    First(usize),
+}
+
+/// Numbers of neurons that are looked at for a layer.
+const GRID: usize = 512;
+
+#[derive(Clone)]
+struct Planner<'a> {
+    request: PlanRequest<'a>,
+    layers: Vec<LayerState>,
+    head: usize,
+}
+
+/// Places everything.
+///
+/// The order of neurons in a layer is that of their rates, the lower id first where they are equal.
+pub fn plan(request: &PlanRequest<'_>) -> Plan {
+    let n_layer = request.shape.layers.len();
+    let mut planner =
+        Planner { request: *request, layers: vec![LayerState { home: 0, ends: vec![] }; n_layer], head: 0 };
+    let host_seconds = planner.token_seconds();
+    let mut gap = 0.0;
+    let mut devices = Vec::new();
+    for device in 0..request.devices.len() {
+        let (reasons, device_gap) = planner.fill(device);
+        gap += device_gap;
+        devices.push((device, reasons));
+    }
+    let devices = devices.into_iter().map(|(device, reasons)| planner.describe(device, reasons)).collect();
+    Plan {
+        token_seconds: planner.token_seconds(),
+        assignment: planner.assignment(),
+        devices,
+        host_seconds,
+        gap,
+    }
+}
+
+impl Planner<'_> {
+    fn layer(&self, layer: usize) -> &LayerShape {
+        &self.request.shape.layers[layer]
+    }
+
+    /// Bytes that a token reads of the neurons `from..to` of a layer, hottest first.
+    fn read_bytes(&self, layer: usize, from: usize, to: usize) -> f64 {
+        let shape = self.layer(layer);
+        let all = (to - from) as f64;
+        let active = self.request.rates.sum(layer, from, to);
+        let (gates, rest) = match self.request.mode {
+            ActiveMode::Dense => (all, all),
+            ActiveMode::Exact => (all, active),
+            ActiveMode::Predictor if shape.predictor_bytes > 0 => (active, active),
+            ActiveMode::Predictor => (all, active),
+        };
+        // Without a gate, up is computed first.
+        let first = if shape.gate_row_bytes > 0 { shape.gate_row_bytes } else { shape.up_row_bytes };
+        let others = shape.gate_row_bytes + shape.up_row_bytes + shape.down_row_bytes - first;
+        gates * first as f64 + rest * others as f64
+    }
+
+    fn dense_bandwidth(&self, backend: usize) -> f64 {
+        match backend {
+            0 => self.request.host.bandwidth.dense,
+            device => self.request.devices[device - 1].bandwidth.dense,
+        }
+    }
+
+    fn neuron_bandwidth(&self, backend: usize) -> f64 {
+        let bandwidth = match backend {
+            0 => self.request.host.bandwidth,
+            device => self.request.devices[device - 1].bandwidth,
+        };
+        if self.request.mode == ActiveMode::Dense { bandwidth.dense } else { bandwidth.gather }
+    }
+
+    /// Seconds of moving some vectors of the residual stream's width between the host and a device.
+    fn transfers(&self, device: usize, n: usize, more_bytes: usize) -> f64 {
+        let device = &self.request.devices[device];
+        let bytes = 4 * n * self.request.shape.n_embd + more_bytes;
+        n as f64 * device.latency + bytes as f64 / device.link
+    }
+
+    /// There with `x` and the active bits, back with the sum.
+    fn exchange(&self, layer: usize, device: usize) -> f64 {
+        self.transfers(device, 2, self.layer(layer).n_ff / 8)
+    }
+
+    fn dense_bytes(&self, layer: usize) -> u64 {
+        let shape = self.layer(layer);
+        let predictor = if self.request.mode == ActiveMode::Predictor { shape.predictor_bytes } else { 0 };
+        let kv = self.request.shape.kv_bytes(self.request.n_ctx, 1);
+        // On average half of the context is in use.
+        shape.dense_bytes + predictor + kv / 2
+    }
+
+    /// Seconds of a layer.
+    fn layer_seconds(&self, layer: usize, home: usize, ends: &[usize]) -> f64 {
+        let n_ff = self.layer(layer).n_ff;
+        let dense = self.dense_bytes(layer) as f64 / self.dense_bandwidth(home);
+        let mut from = 0;
+        let mut slowest = 0f64;
+        let mut exchanges = 0.0;
+        let host = (n_ff, 0);
+        for (to, backend) in ends.iter().copied().zip(1..).chain([host]) {
+            if to > from {
+                let seconds = self.read_bytes(layer, from, to) / self.neuron_bandwidth(backend);
+                slowest = slowest.max(seconds);
+                if backend != home {
+                    // Between the host and whichever of the two is a device.
+                    exchanges += self.exchange(layer, backend.max(home) - 1);
+                }
+            }
+            from = from.max(to);
+        }
+        dense + slowest + exchanges
+    }
+
+    /// Seconds of a token.
+    fn token_seconds(&self) -> f64 {
+        let layers = self.layers.iter().enumerate();
+        let layers: f64 = layers.map(|(i, l)| self.layer_seconds(i, l.home, &l.ends)).sum();
+        let head = self.request.shape.head_bytes as f64 / self.dense_bandwidth(self.head);
+        let homes = || self.layers.iter().map(|l| l.home);
+        let steps = std::iter::once(0).chain(homes()).zip(homes().chain([self.head]));
+        let hand_overs: f64 = steps
+            .map(|(from, to)| {
+                let one = |backend: usize| if backend > 0 { self.transfers(backend - 1, 1, 0) } else { 0.0 };
+                if from == to { 0.0 } else { one(from) + one(to) }
+            })
+            .sum();
+        layers + head + hand_overs
+    }
+
+    /// The choice for a layer, with `n` neurons more on the device that is filled.
+    fn choice(&self, device: usize, layer: usize, moves_home: bool, n: usize) -> Choice {
+        let state = &self.layers[layer];
+        let shape = self.layer(layer);
+        let first = state.ends.last().copied().unwrap_or(0);
+        let mut ends = state.ends.clone();
+        ends.push(first + n);
+        let home = if moves_home { device + 1 } else { state.home };
+        let mut bytes = shape.neuron_bytes(n);
+        if moves_home {
+            let kv = self.request.shape.kv_bytes(self.request.n_ctx, self.request.n_seq);
+            bytes =
+                [shape.dense_bytes, shape.predictor_bytes, kv].into_iter().fold(bytes, u64::saturating_add);
+        }
+        Choice { moves_home, n, bytes, seconds: self.layer_seconds(layer, home, &ends) }
+    }
+
+    /// The lower convex hull of the choices for a layer from `least` neurons on, its home moved or not as `homes` say.
+    fn hull(&self, device: usize, layer: usize, least: usize, homes: &[bool]) -> Vec<Choice> {
+        let state = &self.layers[layer];
+        let shape = self.layer(layer);
+        let first = state.ends.last().copied().unwrap_or(0);
+        let left = if shape.stays.is_some() { 0 } else { shape.n_ff - first };
+        let mut choices = Vec::with_capacity(2 * GRID + 4);
+        for &moves_home in homes {
+            if moves_home && state.home != 0 {
+                continue;
+            }
+            let step = left.div_ceil(GRID).max(1);
+            let numbers = (least..left).step_by(step).chain([left]);
+            choices.extend(numbers.map(|n| self.choice(device, layer, moves_home, n)));
+        }
+        choices.sort_by(|a, b| a.bytes.cmp(&b.bytes).then(a.seconds.total_cmp(&b.seconds)));
+        let mut hull: Vec<Choice> = Vec::new();
+        for choice in choices {
+            if hull.last().is_some_and(|last| choice.seconds >= last.seconds) {
+                continue;
+            }
+            while let [.., a, b] = hull[..]
+                && saved_per_byte(&a, &choice) >= saved_per_byte(&a, &b)
+            {
+                hull.pop();
+            }
+            hull.push(choice);
+        }
+        hull
+    }
+
+    /// Fills a device; what is to be said about it, and how far from the bound it ends.
+    fn fill(&mut self, device: usize) -> (Vec<String>, f64) {
+        let accelerator = &self.request.devices[device];
+        let mut reasons = Vec::new();
+        let steps = self.request.shape.step_bytes(self.request.n_batch);
+        let usable = accelerator.usable_bytes();
+        self.layers.iter_mut().for_each(|l| l.ends.push(l.ends.last().copied().unwrap_or(0)));
+        if usable == 0 {
+            reasons.push(match accelerator.budget {
+                super::Budget::Bytes(0) => "the budget is 0".to_owned(),
+                _ => format!(
+                    "{} bytes are free, {} of them are left to the driver",
+                    accelerator.free_bytes,
+                    Accelerator::RESERVE_BYTES
+                ),
+            });
+            return (reasons, 0.0);
+        }
+        // What was pushed belongs to this device: choices replace it.
+        self.layers.iter_mut().for_each(|l| {
+            l.ends.pop();
+        });
+        let Some(left) = usable.checked_sub(steps) else {
+            self.layers.iter_mut().for_each(|l| l.ends.push(l.ends.last().copied().unwrap_or(0)));
+            reasons.push(format!(
+                "a step of {} tokens works in {steps} bytes, {} more than the {usable} that may be used",
+                self.request.n_batch,
+                steps - usable
+            ));
+            return (reasons, 0.0);
+        };
+        let seconds = self.layers.iter().enumerate();
+        let before: f64 = seconds.map(|(i, l)| self.layer_seconds(i, l.home, &l.ends)).sum();
+        let bound = self.most_saved(device, left);
+        let head_saves = self.head_saves(device);
+        // Hand-overs belong to no layer, so moving homes has to prove itself as a whole.
+        let (layers, head) = (self.layers.clone(), self.head);
+        let start = || Planner { request: self.request, layers: layers.clone(), head };
+        let mut nothing = start();
+        nothing.layers.iter_mut().for_each(|l| l.ends.push(l.ends.last().copied().unwrap_or(0)));
+        let mut best = nothing;
+        let mut too_small = None;
+        let mut consider = |homes: Homes, with_head: bool| {
+            let mut variant = start();
+            let taken = variant.take_steps(device, left, homes, with_head);
+            if let Some(not_fitting) = taken {
+                too_small = too_small.or(not_fitting);
+                if variant.token_seconds() < best.token_seconds() {
+                    best = variant.clone();
+                }
+            }
+            variant.layers.iter().filter(|l| l.home == device + 1).count()
+        };
+        let n_moved = consider(Homes::WherePays, true);
+        // The last home that did not fit may be worth some neurons, and the last that did less than others.
+        for n in n_moved.saturating_sub(1)..=n_moved + 2 {
+            consider(Homes::First(n), true);
+            consider(Homes::First(n), false);
+        }
+        consider(Homes::First(0), true);
+        (self.layers, self.head) = (best.layers, best.head);
+        let is_empty = self.layers.iter().all(|l| {
+            l.home != device + 1 && {
+                let (from, to) = self.range(l, device);
+                from == to
+            }
+        });
+        if is_empty && self.head != device + 1 {
+            reasons.push(match too_small {
+                Some((need, left)) => format!(
+                    "the part that gains most needs {need} bytes, {} more than the {left} that are left beside a step",
+                    need - left
+                ),
+                None => "nothing saves as much as its exchange with the host costs".to_owned(),
+            });
+        }
+        let n_layer = self.layers.len();
+        let unused = usable.saturating_sub(self.describe(device, Vec::new()).bytes.total());
+        let is_all = self
+            .layers
+            .iter()
+            .zip(&self.request.shape.layers)
+            .all(|(l, s)| l.home > 0 && l.ends.last() == Some(&s.n_ff));
+        if !is_empty && !is_all && unused > usable / 100 {
+            reasons.push(format!(
+                "{} are left empty: more neurons would keep this device busy for longer than the others",
+                super::report::size(unused)
+            ));
+        }
+        let stays = (0..n_layer).filter_map(|layer| self.layer(layer).stays.as_ref()).collect::<Vec<_>>();
+        if let Some(first) = stays.first() {
+            reasons.push(format!("the neurons of {} layers stay on the host: {first}", stays.len()));
+        }
+        let seconds = self.layers.iter().enumerate();
+        let after: f64 = seconds.map(|(i, l)| self.layer_seconds(i, l.home, &l.ends)).sum();
+        let head_saved = if self.head == device + 1 { head_saves } else { 0.0 };
+        let saved = before - after + head_saved;
+        let best = before + self.request.shape.head_bytes as f64 / self.dense_bandwidth(0) - bound;
+        (reasons, if best > 0.0 { (bound - saved).max(0.0) / best } else { 0.0 })
+    }
+
+    /// Seconds saved by the head on a device.
+    fn head_saves(&self, device: usize) -> f64 {
+        self.request.shape.head_bytes as f64
+            * (1.0 / self.dense_bandwidth(self.head) - 1.0 / self.dense_bandwidth(device + 1))
+    }
+
+    /// The head as a step, if it saves anything.
+    fn head_step(&self, device: usize) -> Option<(f64, u64)> {
+        let bytes = self.request.shape.head_bytes;
+        let saves = self.head_saves(device);
+        (self.head == 0 && bytes > 0 && saves > 0.0).then(|| (saves / bytes as f64, bytes))
+    }
+
+    /// What `left` bytes save at most: the linear relaxation.
+    fn most_saved(&self, device: usize, left: u64) -> f64 {
+        let mut steps: Vec<(f64, u64)> = self.head_step(device).into_iter().collect();
+        for layer in 0..self.layers.len() {
+            let hull = self.hull(device, layer, 0, &[false, true]);
+            steps.extend(hull.windows(2).map(|w| (saved_per_byte(&w[0], &w[1]), w[1].bytes - w[0].bytes)));
+        }
+        steps.sort_by(|a, b| b.0.total_cmp(&a.0));
+        let (mut saved, mut left) = (0.0, left as f64);
+        for (per_byte, bytes) in steps {
+            saved += per_byte * left.min(bytes as f64);
+            left = (left - bytes as f64).max(0.0);
+        }
+        saved
+    }
+
+    /// Takes the steps of all hulls, best first, as far as they fit into `left` bytes. A move of a home that does not
+    /// fit is left out, and the layer goes on without; of neurons that do not fit, as many as do are taken. Gives the
+    /// first step that did not fit, and the bytes that were left then.
+    /// `None` if the homes that have to move do not fit.
+    fn take_steps(
+        &mut self,
+        device: usize,
+        mut left: u64,
+        homes: Homes,
+        with_head: bool,
+    ) -> Option<Option<(u64, u64)>> {
+        let n_layer = self.layers.len();
+        // Best first, the first layer where they are equal.
+        let mut queue = BinaryHeap::new();
+        let mut hulls: Vec<Vec<Choice>> = Vec::with_capacity(n_layer);
+        let mut at = vec![0; n_layer];
+        let push = |queue: &mut BinaryHeap<Queued>, hull: &[Choice], at: usize, layer: usize| {
+            if at + 1 < hull.len() {
+                queue.push(Queued { per_byte: saved_per_byte(&hull[at], &hull[at + 1]), layer });
+            }
+        };
+        for layer in 0..n_layer {
+            let homes: &[bool] = match homes {
+                Homes::WherePays => &[false, true],
+                Homes::First(n) if layer < n && self.layers[layer].home == 0 => &[true],
+                Homes::First(_) => &[false],
+            };
+            let hull = self.hull(device, layer, 0, homes);
+            left = left.checked_sub(hull[0].bytes)?;
+            push(&mut queue, &hull, 0, layer);
+            hulls.push(hull);
+        }
+        if let Some((per_byte, _)) = self.head_step(device).filter(|_| with_head) {
+            queue.push(Queued { per_byte, layer: n_layer });
+        }
+        let mut too_small = None;
+        while let Some(Queued { layer, .. }) = queue.pop() {
+            if layer == n_layer {
+                let bytes = self.request.shape.head_bytes;
+                if bytes <= left {
+                    left -= bytes;
+                    self.head = device + 1;
+                } else {
+                    too_small.get_or_insert((bytes, left));
+                }
+                continue;
+            }
+            let (from, to) = (hulls[layer][at[layer]], hulls[layer][at[layer] + 1]);
+            let bytes = to.bytes - from.bytes;
+            if bytes <= left {
+                left -= bytes;
+                at[layer] += 1;
+                push(&mut queue, &hulls[layer], at[layer], layer);
+                continue;
+            }
+            too_small.get_or_insert((bytes, left));
+            if from.moves_home == to.moves_home {
+                if let Some(part) = self.part_of(device, layer, from, to, left) {
+                    left -= part.bytes - from.bytes;
+                    hulls[layer] = vec![part];
+                    at[layer] = 0;
+                }
+            } else {
+                hulls[layer] = self.hull(device, layer, from.n, &[from.moves_home]);
+                at[layer] = 0;
+                push(&mut queue, &hulls[layer], 0, layer);
+            }
+        }
+        for (layer, state) in self.layers.iter_mut().enumerate() {
+            let choice = hulls[layer][at[layer]];
+            if choice.moves_home {
+                state.home = device + 1;
+            }
+            state.ends.push(state.ends.last().copied().unwrap_or(0) + choice.n);
+        }
+        Some(too_small)
+    }
+
+    /// As many neurons of a step as fit into `left` bytes, if they save anything.
+    fn part_of(&self, device: usize, layer: usize, from: Choice, to: Choice, left: u64) -> Option<Choice> {
+        let choice = |n| self.choice(device, layer, to.moves_home, n);
+        let (mut low, mut high) = (from.n, to.n);
+        while low < high {
+            let middle = low + (high - low).div_ceil(2);
+            if choice(middle).bytes - from.bytes <= left { low = middle } else { high = middle - 1 }
+        }
+        Some(choice(low)).filter(|choice| choice.seconds < from.seconds)
+    }
+
+    fn describe(&self, device: usize, reasons: Vec<String>) -> DevicePlan {
+        let accelerator = &self.request.devices[device];
+        let shape = self.request.shape;
+        let mut bytes = PartBytes::default();
+        let (mut n_homes, mut n_neurons) = (0, 0);
+        let (mut active, mut all_active) = (0.0, 0.0);
+        for (layer, state) in self.layers.iter().enumerate() {
+            let layer_shape = self.layer(layer);
+            let (from, to) = self.range(state, device);
+            n_neurons += to - from;
+            bytes.neurons += layer_shape.neuron_bytes(to - from);
+            active += self.request.rates.sum(layer, from, to);
+            all_active += self.request.rates.sum(layer, 0, layer_shape.n_ff);
+            if state.home == device + 1 {
+                n_homes += 1;
+                bytes.dense += layer_shape.dense_bytes;
+                bytes.predictors += layer_shape.predictor_bytes;
+                bytes.kv = bytes.kv.saturating_add(shape.kv_bytes(self.request.n_ctx, self.request.n_seq));
+            }
+        }
+        let has_head = self.head == device + 1;
+        if has_head {
+            bytes.head = shape.head_bytes;
+        }
+        if bytes.total() > 0 {
+            bytes.steps = shape.step_bytes(self.request.n_batch);
+        }
+        DevicePlan {
+            name: accelerator.name.clone(),
+            usable_bytes: accelerator.usable_bytes(),
+            bytes,
+            n_homes,
+            has_head,
+            n_neurons,
+            of_neurons: shape.layers.iter().map(|layer| layer.n_ff).sum(),
+            active_share: if all_active > 0.0 { active / all_active } else { 0.0 },
+            reasons,
+        }
+    }
+
+    /// The neurons of a layer on a device, hottest first.
+    fn range(&self, state: &LayerState, device: usize) -> (usize, usize) {
+        let from = if device > 0 { state.ends[device - 1] } else { 0 };
+        (from, state.ends[device])
+    }
+
+    fn assignment(&self) -> Assignment {
+        let layers = self.layers.iter().enumerate().map(|(layer, state)| {
+            let n_ff = self.layer(layer).n_ff;
+            let order = self.request.rates.order(layer);
+            let set = |(from, to): (usize, usize)| {
+                NeuronSet::from_ids(n_ff, order[from..to].iter().copied().map(NeuronId))
+            };
+            let last = state.ends.last().copied().unwrap_or(0);
+            let devices = (0..self.request.devices.len()).map(|device| set(self.range(state, device)));
+            let owned = std::iter::once(set((last, n_ff))).chain(devices).collect();
+            LayerAssignment { home: state.home, owned }
+        });
+        Assignment { embed: 0, head: self.head, layers: layers.collect() }
+    }
+}
+
+/// A step that may be taken next.
+#[derive(Clone, Copy, Debug)]
+struct Queued {
+    per_byte: f64,
+    layer: usize,
+}
+
+impl Ord for Queued {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.per_byte.total_cmp(&other.per_byte).then(other.layer.cmp(&self.layer))
+    }
+}
+
+impl PartialOrd for Queued {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Queued {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl Eq for Queued {}
+
+fn saved_per_byte(from: &Choice, to: &Choice) -> f64 {
+    (from.seconds - to.seconds) / ((to.bytes - from.bytes).max(1)) as f64
+}
