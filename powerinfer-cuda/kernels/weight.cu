@@ -59,7 +59,7 @@ DEVICE float dot(const u8* const (&rows)[R], const float* const (&x)[T], int n, 
     for (int p = 0; p < R * T; p++) {
         sums[p] = 0.0f;
     }
-#pragma unroll(T == 1 ? 2 : 1)
+#pragma unroll(T == 1 ? 4 : 1)
     for (int i = lane; whole && i < n_chunks; i += 32) {
         float w[R][8];
         Columns columns = Weights::columns(i);
@@ -199,14 +199,17 @@ DEVICE void matvec(const u8* w, const float* x, const float* bias, float* y, int
 
 KERNEL(128, TYPED(matvec))(const u8* w, const float* x, const float* bias, float* y, int n_out, int n_in, int n_tokens,
                            int x_stride, int y_stride, int flags) {
-    int n = n_tokens - blockIdx.y * TILE;
-    if (n == 1) {
-        matvec<1>(w, x, bias, y, n_out, n_in, n_tokens, x_stride, y_stride, flags);
-    } else if (n <= 4) {
-        matvec<4>(w, x, bias, y, n_out, n_in, n_tokens, x_stride, y_stride, flags);
+    if (n_tokens - (int)blockIdx.y * TILE <= TILE / 2) {
+        matvec<TILE / 2>(w, x, bias, y, n_out, n_in, n_tokens, x_stride, y_stride, flags);
     } else {
         matvec<TILE>(w, x, bias, y, n_out, n_in, n_tokens, x_stride, y_stride, flags);
     }
+}
+
+// For one token: fewer registers, so that more warps wait for memory at a time.
+KERNEL(128, TYPED(matvec_one))(const u8* w, const float* x, const float* bias, float* y, int n_out, int n_in,
+                               int n_tokens, int x_stride, int y_stride, int flags) {
+    matvec<1>(w, x, bias, y, n_out, n_in, n_tokens, x_stride, y_stride, flags);
 }
 
 // ---- y = W x for many tokens: 64 rows by 64 tokens a block, 32 weights of each row at a time ----
@@ -667,6 +670,7 @@ KERNEL(128, TYPED(down_tile))(const u8* down, const float* hidden, const u64* bi
 EMULATED_MODULE(WEIGHT) {
     EMULATED_KERNEL(TYPED(embed));
     EMULATED_KERNEL(TYPED(matvec));
+    EMULATED_KERNEL(TYPED(matvec_one));
     EMULATED_KERNEL(TYPED(matmul));
     EMULATED_KERNEL(TYPED(predict));
     EMULATED_KERNEL(TYPED(ffn_gate_list));
