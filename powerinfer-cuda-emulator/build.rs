@@ -46,12 +46,17 @@ fn compiler() -> cc::Build {
 
 fn build() -> Result<(), cc::Error> {
     let kernels = Path::new("../powerinfer-cuda/kernels");
-    let mut objects = compiler().file(kernels.join("base.cu")).flag("-xc++").try_compile_intermediates()?;
+    let mut objects = compiler()
+        .file(kernels.join("base.cu"))
+        .file(kernels.join("int8.cu"))
+        .file("shim/selftest.cu")
+        .flag("-xc++")
+        .try_compile_intermediates()?;
     for ty in TYPES {
         let file = kernels.join("weight.cu");
         objects.extend(compiler().file(file).flag("-xc++").define("WEIGHT", ty).out_dir(out_dir(ty)).try_compile_intermediates()?);
     }
-    let names = TYPES.iter().chain(&["base"]);
+    let names = TYPES.iter().chain(&["base", "int8", "selftest"]);
     let declared: String = names.clone().map(|t| format!("extern \"C\" void emulated_module_{t}();")).collect();
     let called: String = names.map(|t| format!("emulated_module_{t}();")).collect();
     let mut shim = compiler();

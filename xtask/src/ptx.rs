@@ -40,7 +40,7 @@ struct Target {
 
 impl Target {
     fn all() -> impl Iterator<Item = Self> {
-        let modules = ["base"].into_iter().chain(TYPES);
+        let modules = ["base", "int8"].into_iter().chain(TYPES);
         modules.flat_map(|module| ARCHS.map(|arch| Self { module, arch }))
     }
 
@@ -49,7 +49,11 @@ impl Target {
     }
 
     fn source(&self) -> &'static str {
-        if self.module == "base" { "base.cu" } else { "weight.cu" }
+        match self.module {
+            "base" => "base.cu",
+            "int8" => "int8.cu",
+            _ => "weight.cu",
+        }
     }
 
     fn options(&self) -> Vec<String> {
@@ -59,7 +63,7 @@ impl Target {
             // Fused where the kernels say so, as in the emulator.
             "--fmad=false".to_owned(),
         ];
-        if self.module != "base" {
+        if self.source() == "weight.cu" {
             options.push(format!("--define-macro=WEIGHT={}", self.module));
         }
         options
@@ -168,10 +172,16 @@ mod tests {
     fn documented(module: &str) -> Vec<String> {
         let page = read(&folder("kernels").join("README.md")).unwrap();
         let rows = page.lines().filter_map(|l| l.strip_prefix("| `"));
+        // Name, arguments, grid and block.
+        let rows = rows.filter(|l| l.split(" | ").count() == 4);
         let cells: Vec<&str> = rows.filter_map(|l| l.split(" |").next()).collect();
         let names = cells.iter().flat_map(|c| c.split('`').step_by(2).filter(|n| n.len() > 3));
-        let typed = |n: &&str| n.ends_with("_T") != (module == "base");
-        names.filter(typed).map(|n| n.replace("_T", &format!("_{module}"))).collect()
+        let belongs = |n: &&str| match module {
+            "base" => !n.ends_with("_T") && !n.contains("_i8_"),
+            "int8" => n.contains("_i8_"),
+            _ => n.ends_with("_T"),
+        };
+        names.filter(belongs).map(|n| n.replace("_T", &format!("_{module}"))).collect()
     }
 
     #[test]
