@@ -8,7 +8,9 @@ use libloading::Library;
 /// What went wrong in NVRTC.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum NvrtcError {
-    #[error("there is no NVRTC to load ({0}); `pip install nvidia-cuda-nvrtc-cu12==12.0.140` has one, see --nvrtc")]
+    #[error(
+        "there is no NVRTC to load ({0}); `pip install nvidia-cuda-nvrtc-cu12==12.0.140` has one, see --nvrtc"
+    )]
     Missing(#[source] libloading::Error),
     #[error("not a library of NVRTC")]
     Symbol(#[source] libloading::Error),
@@ -58,7 +60,7 @@ impl Nvrtc {
         options: &[String],
     ) -> Result<String, NvrtcError> {
         let c_strings = |texts: &mut dyn Iterator<Item = &str>| {
-            texts.map(|t| CString::new(t)).collect::<Result<Vec<CString>, NulError>>()
+            texts.map(CString::new).collect::<Result<Vec<CString>, NulError>>()
         };
         let (source, name) = (CString::new(source)?, CString::new(name)?);
         let header_names = c_strings(&mut headers.iter().map(|h| h.0.as_str()))?;
@@ -72,14 +74,7 @@ impl Nvrtc {
             self,
             String::new(),
             b"nvrtcCreateProgram\0",
-            (
-                *mut Program,
-                *const c_char,
-                *const c_char,
-                c_int,
-                *const *const c_char,
-                *const *const c_char
-            ),
+            (*mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char),
             &raw mut program,
             source.as_ptr(),
             name.as_ptr(),

@@ -71,7 +71,11 @@ impl Target {
 
     /// The lines that go before the PTX.
     fn header(&self, sources: &[(String, String)]) -> String {
-        format!("// made by `cargo run -p xtask -- ptx`\n// {}\n// {}\n", self.options().join(" "), hash(sources))
+        format!(
+            "// made by `cargo run -p xtask -- ptx`\n// {}\n// {}\n",
+            self.options().join(" "),
+            hash(sources)
+        )
     }
 }
 

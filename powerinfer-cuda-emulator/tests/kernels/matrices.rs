@@ -62,7 +62,16 @@ fn products_are_right_and_do_not_depend_on_the_batch() {
                     let (w, x, b) = (d.upload(w.bytes()), d.upload(&x), d.upload(&bias));
                     let y = d.alloc::<f32>(n_tokens * y_stride);
                     let args = [
-                        w, x, b, y, int(n_out), int(n_in), int(n_tokens), int(x_stride), int(y_stride), int(flags),
+                        w,
+                        x,
+                        b,
+                        y,
+                        int(n_out),
+                        int(n_in),
+                        int(n_tokens),
+                        int(x_stride),
+                        int(y_stride),
+                        int(flags),
                     ];
                     let grid = [n_out.div_ceil(8), n_tokens.div_ceil(8), 1];
                     let kernel = if n_tokens == 1 { "matvec_one" } else { "matvec" };
@@ -90,7 +99,16 @@ fn products_are_right_and_do_not_depend_on_the_batch() {
                     let (w, x, b) = (d.upload(w.bytes()), d.upload(&x), d.upload(bias));
                     let y = d.alloc::<f32>(n_tokens * y_stride);
                     let args = [
-                        w, x, b, y, int(n_out), int(n_in), int(n_tokens), int(x_stride), int(y_stride), int(flags),
+                        w,
+                        x,
+                        b,
+                        y,
+                        int(n_out),
+                        int(n_in),
+                        int(n_tokens),
+                        int(x_stride),
+                        int(y_stride),
+                        int(flags),
                     ];
                     let grid = [n_out.div_ceil(64), n_tokens.div_ceil(64), 1];
                     d.launch(&format!("matmul_{}", name(ty)), grid, 256, &args);
@@ -100,7 +118,12 @@ fn products_are_right_and_do_not_depend_on_the_batch() {
                     for o in 0..n_out {
                         let (want, magnitude) = dot(&rows[o], &x[t * x_stride..]);
                         let want = want + f64::from(bias[o]);
-                        assert_close(tiled[t * y_stride + o], want, magnitude + 1.0, format!("matmul {ty} {n_in}"));
+                        assert_close(
+                            tiled[t * y_stride + o],
+                            want,
+                            magnitude + 1.0,
+                            format!("matmul {ty} {n_in}"),
+                        );
                     }
                 }
             }
@@ -133,8 +156,7 @@ fn vectors_of_8_bits_are_rounded_ties_to_even_and_multiplied() {
                     let args = [from, q, scales, int(n_in), int(stride), int(n_tokens)];
                     d.launch("quantize_q8", [n_in.div_ceil(128), n_tokens, 1], 128, &args);
                     let (w, b, y) = (d.upload(w.bytes()), d.upload(&bias), d.alloc::<f32>(n_tokens * n_out));
-                    let args =
-                        [w, q, scales, b, y, int(n_out), int(n_in), int(n_tokens), int(n_out), int(0)];
+                    let args = [w, q, scales, b, y, int(n_out), int(n_in), int(n_tokens), int(n_out), int(0)];
                     let grid = [n_out.div_ceil(8), n_tokens.div_ceil(8), 1];
                     d.launch(&format!("matvec_i8_{}", name(ty)), grid, 128, &args);
                     let mut all: Vec<f32> = d.download(y, n_tokens * n_out);
@@ -161,7 +183,12 @@ fn vectors_of_8_bits_are_rounded_ties_to_even_and_multiplied() {
                         let (want, magnitude) = dot(&rows[o], &rounded[t * n_in..][..n_in]);
                         let got = got[t * n_out + o];
                         // Minima are taken off apart: terms are as large as weight plus minimum.
-                        assert_close(got, want + f64::from(bias[o]), 6.0 * magnitude + 1.0, format!("{ty} {n_in}"));
+                        assert_close(
+                            got,
+                            want + f64::from(bias[o]),
+                            6.0 * magnitude + 1.0,
+                            format!("{ty} {n_in}"),
+                        );
                     }
                 }
             }

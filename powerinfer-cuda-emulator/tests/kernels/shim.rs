@@ -134,12 +134,19 @@ fn the_page_of_kernels_has_the_arguments_of_the_sources() {
             for ty in types {
                 let name = name.replace("_T", &format!("_{ty}"));
                 let found = kernels().iter().find(|k| k.0 == name);
-                assert_eq!(found.map(|k| k.1.as_str()), Some(letters.as_str()), "arguments of `{name}`: {args}");
+                assert_eq!(
+                    found.map(|k| k.1.as_str()),
+                    Some(letters.as_str()),
+                    "arguments of `{name}`: {args}"
+                );
                 known.insert(name);
             }
         }
     }
-    let unknown: Vec<_> =
-        kernels().iter().map(|k| &k.0).filter(|k| !k.starts_with("selftest") && !known.contains(*k)).collect();
+    let unknown: Vec<_> = kernels()
+        .iter()
+        .map(|k| &k.0)
+        .filter(|k| !k.starts_with("selftest") && !known.contains(*k))
+        .collect();
     assert!(unknown.is_empty(), "not on the page: {unknown:?}");
 }
