@@ -35,7 +35,24 @@ KERNEL(1024, selftest_stale)(float* out, int n) {
     values[threadIdx.x] = 1.0f;
 }
 
-// Sum of all threads in five ways, and what the words mean.
+// A barrier is missing between reading the sum of the first round and writing that of the second.
+KERNEL(1024, selftest_missing_barrier)(u32* out, int n) {
+    SHARED(u32, sums, 32);
+    u32 total = 0;
+    for (int round = 1; round <= 2; round++) {
+        u32 ballot = __ballot_sync(FULL_WARP, true);
+        if (threadIdx.x % 32 == 0) {
+            sums[threadIdx.x / 32] = __popc(ballot) * round;
+        }
+        __syncthreads();
+        for (int w = 0; w < (int)blockDim.x / 32; w++) {
+            total += sums[w];
+        }
+    }
+    out[threadIdx.x] = total;
+}
+
+// What the words mean.
 KERNEL(1024, selftest_words)(int* out, int n) {
     SHARED(int, sum, 1);
     int lane = threadIdx.x % 32;
@@ -67,6 +84,7 @@ EMULATED_MODULE(selftest) {
     EMULATED_KERNEL(selftest_warp_divergence);
     EMULATED_KERNEL(selftest_mask);
     EMULATED_KERNEL(selftest_race);
+    EMULATED_KERNEL(selftest_missing_barrier);
     EMULATED_KERNEL(selftest_stale);
     EMULATED_KERNEL(selftest_words);
 }

@@ -76,6 +76,22 @@ fn the_order_depends_on_the_seed_and_on_nothing_else() {
 }
 
 #[test]
+fn a_missing_barrier_shows_under_few_seeds() {
+    if !can_run() {
+        return;
+    }
+    let is_right = |seed| {
+        let mut d = Device { memory: Memory::new(1 << 20), seed };
+        let p = d.alloc::<u32>(128);
+        d.launch("selftest_missing_barrier", [1, 1, 1], 128, &[p, int(0)]);
+        d.download::<u32>(p, 128).iter().all(|&v| v == 128 + 256)
+    };
+    for seeds in [0..8, 8..16, 16..24] {
+        assert!(!seeds.clone().all(is_right), "{seeds:?}");
+    }
+}
+
+#[test]
 fn shared_memory_starts_as_nan_in_every_block() {
     if !can_run() {
         return;
