@@ -323,6 +323,41 @@ void add_kernel(const char* name, const char* letters, void (*run)(const u64*)) 
 using emulator::machine;
 using emulator::own_machine;
 
+// What the compiler's checks of the kernels call, laid out as its checkers pass it: a device faults where a host does not
+// mind, at addresses that are no multiple of what is loaded.
+namespace {
+
+struct Place {
+    const char* file;
+    unsigned line, column;
+};
+
+[[noreturn]] void fail_at(const Place& place, const char* what, unsigned long long value) {
+    const char* name = strrchr(place.file, '/');
+    char text[300];
+    snprintf(text, sizeof(text), "%s:%u: %s (%#llx)", name ? name + 1 : place.file, place.line, what, value);
+    emulator::fail(text);
+    abort();
+}
+
+}  // namespace
+
+extern "C" void __ubsan_handle_type_mismatch_v1(const Place* place, unsigned long address) {
+    fail_at(*place, address == 0 ? "an address of 0" : "an address that is not aligned", address);
+}
+
+extern "C" void __ubsan_handle_type_mismatch_v1_abort(const Place* place, unsigned long address) {
+    __ubsan_handle_type_mismatch_v1(place, address);
+}
+
+extern "C" void __ubsan_handle_out_of_bounds(const Place* place, unsigned long index) {
+    fail_at(*place, "an index past the end of an array", index);
+}
+
+extern "C" void __ubsan_handle_out_of_bounds_abort(const Place* place, unsigned long index) {
+    __ubsan_handle_out_of_bounds(place, index);
+}
+
 EMULATED_MODULES
 
 // Called once, before anything else.

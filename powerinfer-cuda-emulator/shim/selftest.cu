@@ -22,6 +22,18 @@ KERNEL(1024, selftest_mask)(u32* out, int n) {
     out[threadIdx.x] = __shfl_sync((u32)n, threadIdx.x, 0);
 }
 
+// A load of 4 bytes at a multiple of 2, which a device refuses.
+KERNEL(1024, selftest_misaligned)(u8* out, int n) {
+    *(u32*)(out + n) += 1;
+}
+
+KERNEL(1024, selftest_bounds)(u32* out, int n) {
+    SHARED(u32, values, 32);
+    values[threadIdx.x + n] = 1;
+    __syncthreads();
+    out[threadIdx.x] = values[threadIdx.x];
+}
+
 // A race: who comes last depends on the order.
 KERNEL(1024, selftest_race)(u32* out, int n) {
     out[0] = threadIdx.x + blockIdx.x * blockDim.x + n;
@@ -83,6 +95,8 @@ EMULATED_MODULE(selftest) {
     EMULATED_KERNEL(selftest_block_divergence);
     EMULATED_KERNEL(selftest_warp_divergence);
     EMULATED_KERNEL(selftest_mask);
+    EMULATED_KERNEL(selftest_misaligned);
+    EMULATED_KERNEL(selftest_bounds);
     EMULATED_KERNEL(selftest_race);
     EMULATED_KERNEL(selftest_missing_barrier);
     EMULATED_KERNEL(selftest_stale);

@@ -36,7 +36,7 @@ fn broken(kernel: &str, threads: u32, n: i32) -> String {
 }
 
 #[test]
-fn barriers_that_not_all_come_to_are_errors_and_the_next_launch_is_fine() {
+fn broken_rules_are_errors_and_the_next_launch_is_fine() {
     if !can_run() {
         return;
     }
@@ -48,6 +48,13 @@ fn barriers_that_not_all_come_to_are_errors_and_the_next_launch_is_fine() {
         assert!(error.contains("lanes are in different operations, thread"), "{error}");
         let error = broken("selftest_mask", 32, 0xffff);
         assert!(error.contains("a mask that is not the whole warp"), "{error}");
+        let error = broken("selftest_misaligned", 32, 2);
+        assert!(error.contains("selftest.cu:") && error.contains("not aligned (0x"), "{error}");
+        let error = broken("selftest_bounds", 32, 1);
+        assert!(error.contains("an index past the end of an array (0x20), thread 31"), "{error}");
+        // SAFETY: KERNEL-ADDRESSES; the kernel does not come to the address of 0.
+        let null = unsafe { launch("fill_u32", [1; 3], [32, 1, 1], 0, &[NONE, int(1), int(1)], 1) };
+        assert!(null.unwrap_err().to_string().contains("an address of 0"));
         let got: Vec<u32> = on_device(|d| {
             let p = d.alloc::<u32>(64);
             d.launch("selftest_block_divergence", [1, 1, 1], 64, &[p, int(64)]);
