@@ -1,0 +1,337 @@
+// Runs kernels on the host: a block at a time, each of its threads a fiber with a stack of its own.
+//
+// A fiber runs until it comes to a meeting (a barrier or an exchange between the lanes of a warp) and goes on when all
+// have come. Which of the fibers that can run is next, and which block, is drawn from a seeded generator: a kernel whose result
+// depends on the order differs from seed to seed. Lanes that come to different meetings, and threads
+// that end while others wait for them, are errors.
+//
+// Fibers are started with makecontext once for each thread of the host and kept; after that they change over with _setjmp and
+// _longjmp, which make no system call.
+#undef _FORTIFY_SOURCE
+#include "emulator.h"
+
+#include <setjmp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+thread_local Dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulator {
+namespace {
+
+typedef unsigned long long u64;
+
+struct Kernel {
+    const char* letters;
+    void (*run)(const u64*);
+};
+
+std::map<std::string, Kernel>& kernels() {
+    static std::map<std::string, Kernel> all;
+    return all;
+}
+
+enum State { READY, WAITING, ENDED };
+
+struct Fiber {
+    jmp_buf at;
+    ucontext_t context;
+    char* stack = nullptr;
+    State state = ENDED;
+};
+
+struct Warp {
+    u64 values[32];
+    u64 results[32];
+    unsigned arrived = 0;
+    Meeting kind = SYNC;
+};
+
+const unsigned long STACK_BYTES = 128 * 1024;
+
+struct Machine {
+    std::vector<Fiber*> fibers;
+    std::vector<Warp> warps;
+    std::vector<unsigned> ready;
+    std::vector<std::pair<char*, u64>> shared_seen;
+    jmp_buf scheduler;
+    ucontext_t origin;
+    unsigned current = 0, in_barrier = 0, ended = 0;
+    void (*run)(const u64*) = nullptr;
+    const u64* slots = nullptr;
+    u64 random = 1;
+    std::string error;
+
+    unsigned draw(unsigned below) {
+        random = random * 6364136223846793005ull + 1442695040888963407ull;
+        return (unsigned)((random >> 32) * below >> 32);
+    }
+
+    ~Machine() {
+        for (Fiber* f : fibers) {
+            drop(f);
+        }
+    }
+
+    static void drop(Fiber* f) {
+        if (f->stack) {
+            munmap(f->stack, STACK_BYTES);
+        }
+        delete f;
+    }
+};
+
+thread_local Machine machine;
+
+// Leaves the current fiber; comes back when the scheduler picks it.
+void yield() {
+    Fiber* f = machine.fibers[machine.current];
+    if (_setjmp(f->at) == 0) {
+        _longjmp(machine.scheduler, 1);
+    }
+}
+
+// A fiber serves one thread of one block after the other.
+void fiber_main() {
+    for (;;) {
+        machine.run(machine.slots);
+        machine.fibers[machine.current]->state = ENDED;
+        machine.ended++;
+        yield();
+    }
+}
+
+void fail(const char* what) {
+    if (machine.error.empty()) {
+        char text[400];
+        snprintf(text, sizeof(text), "%s, thread %u of block (%u, %u, %u)", what, threadIdx.x, blockIdx.x, blockIdx.y,
+                 blockIdx.z);
+        machine.error = text;
+    }
+    yield();
+    abort();
+}
+
+bool make_fibers(unsigned n) {
+    while (machine.fibers.size() < n) {
+        Fiber* f = new Fiber;
+        void* stack = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (stack == MAP_FAILED) {
+            delete f;
+            return false;
+        }
+        f->stack = (char*)stack;
+        // A page that cannot be touched ends a stack.
+        mprotect(stack, (unsigned long)sysconf(_SC_PAGESIZE), PROT_NONE);
+        machine.fibers.push_back(f);
+        machine.current = (unsigned)machine.fibers.size() - 1;
+        getcontext(&f->context);
+        f->context.uc_stack.ss_sp = f->stack;
+        f->context.uc_stack.ss_size = STACK_BYTES;
+        f->context.uc_link = nullptr;
+        makecontext(&f->context, (void (*)())(+[] {
+                        yield();
+                        fiber_main();
+                    }),
+                    0);
+        // Its first stop is in its main function.
+        if (_setjmp(machine.scheduler) == 0) {
+            setcontext(&f->context);
+        }
+    }
+    return true;
+}
+
+void run_fiber(unsigned i) {
+    machine.current = i;
+    threadIdx.x = i;
+    if (_setjmp(machine.scheduler) == 0) {
+        _longjmp(machine.fibers[i]->at, 1);
+    }
+}
+
+bool run_block(unsigned n_threads) {
+    machine.warps.assign(n_threads / 32, Warp());
+    machine.shared_seen.clear();
+    machine.ready.clear();
+    machine.in_barrier = machine.ended = 0;
+    for (unsigned i = 0; i < n_threads; i++) {
+        machine.fibers[i]->state = READY;
+        machine.ready.push_back(i);
+    }
+    while (!machine.ready.empty()) {
+        unsigned pick = machine.draw((unsigned)machine.ready.size());
+        unsigned i = machine.ready[pick];
+        machine.ready[pick] = machine.ready.back();
+        machine.ready.pop_back();
+        run_fiber(i);
+        if (!machine.error.empty()) {
+            return false;
+        }
+    }
+    if (machine.ended < n_threads) {
+        char text[400];
+        snprintf(text, sizeof(text),
+                 "divergent barrier: of %u threads in block (%u, %u, %u), %u wait at __syncthreads, %u wait for "
+                 "other lanes of their warp and %u have ended",
+                 n_threads, blockIdx.x, blockIdx.y, blockIdx.z, machine.in_barrier,
+                 n_threads - machine.ended - machine.in_barrier, machine.ended);
+        machine.error = text;
+        return false;
+    }
+    return true;
+}
+
+}  // namespace
+
+const u64* meet(Meeting kind, unsigned mask, u64 value) {
+    unsigned thread = machine.current, lane = thread % 32;
+    Warp& warp = machine.warps[thread / 32];
+    if (mask != 0xffffffffu) {
+        fail("a mask that is not the whole warp");
+    }
+    if (warp.arrived != 0 && warp.kind != kind) {
+        fail("divergent warp: lanes are in different operations");
+    }
+    warp.kind = kind;
+    warp.values[lane] = value;
+    warp.arrived |= 1u << lane;
+    if (warp.arrived == 0xffffffffu) {
+        // No lane can come to the next meeting before it has read the results of this one.
+        memcpy(warp.results, warp.values, sizeof(warp.values));
+        warp.arrived = 0;
+        for (unsigned i = thread - lane; i < thread - lane + 32; i++) {
+            if (i != thread) {
+                machine.fibers[i]->state = READY;
+                machine.ready.push_back(i);
+            }
+        }
+    } else {
+        machine.fibers[thread]->state = WAITING;
+        yield();
+    }
+    return machine.warps[thread / 32].results;
+}
+
+void meet_block() {
+    unsigned thread = machine.current, n = blockDim.x;
+    machine.in_barrier++;
+    if (machine.in_barrier == n) {
+        machine.in_barrier = 0;
+        for (unsigned i = 0; i < n; i++) {
+            if (i != thread) {
+                machine.fibers[i]->state = READY;
+                machine.ready.push_back(i);
+            }
+        }
+    } else {
+        machine.fibers[thread]->state = WAITING;
+        yield();
+    }
+}
+
+void shared(void* at, u64 bytes) {
+    for (auto& seen : machine.shared_seen) {
+        if (seen.first == at) {
+            return;
+        }
+    }
+    machine.shared_seen.push_back({(char*)at, bytes});
+    memset(at, 0xff, bytes);
+}
+
+void add_kernel(const char* name, const char* letters, void (*run)(const u64*)) {
+    kernels()[name] = {letters, run};
+}
+
+}  // namespace emulator
+
+using emulator::machine;
+
+EMULATED_MODULES
+
+// Called once, before anything else.
+extern "C" void emulator_start() {
+    emulated_modules();
+}
+
+// Name and argument letters of kernel `i` in the order of names; false past the last.
+extern "C" bool emulator_kernel(unsigned i, const char** name, const char** letters) {
+    for (auto& kernel : emulator::kernels()) {
+        if (i-- == 0) {
+            *name = kernel.first.c_str();
+            *letters = kernel.second.letters;
+            return true;
+        }
+    }
+    return false;
+}
+
+// Runs a kernel; `slots` has 8 bytes an argument, of the types that its letters say. Returns false with a message of at most
+// `capacity` bytes.
+extern "C" bool emulator_launch(const char* name, const unsigned* grid, unsigned threads, const unsigned long long* slots,
+                                unsigned long long seed, char* message, unsigned long capacity) {
+    auto found = emulator::kernels().find(name);
+    unsigned long long n_blocks = (unsigned long long)grid[0] * grid[1] * grid[2];
+    machine.error.clear();
+    if (found == emulator::kernels().end()) {
+        machine.error = "no such kernel";
+    } else if (threads == 0 || threads > 1024 || threads % 32 != 0) {
+        machine.error = "a block has between 32 and 1024 threads, a multiple of 32";
+    } else if (n_blocks == 0 || grid[1] > 65535 || grid[2] > 65535) {
+        machine.error = "a grid has between 1 and 65535 blocks along y and z and at least 1 along x";
+    } else if (!emulator::make_fibers(threads)) {
+        machine.error = "no memory for the stacks of fibers";
+    } else {
+        machine.run = found->second.run;
+        machine.slots = slots;
+        machine.random = seed * 2 + 1;
+        blockDim = {threads, 1, 1};
+        gridDim = {grid[0], grid[1], grid[2]};
+        threadIdx = {0, 0, 0};
+        // Blocks in a drawn order: a walk through all of them with a step that shares no factor with their number.
+        unsigned long long at = 0, step = 1;
+        for (int i = 0; i < 4; i++) {
+            machine.draw(2);
+        }
+        if (n_blocks > 1) {
+            at = machine.draw((unsigned)n_blocks);
+            auto divisor = [](unsigned long long a, unsigned long long b) {
+                while (b) {
+                    unsigned long long rest = a % b;
+                    a = b;
+                    b = rest;
+                }
+                return a;
+            };
+            do {
+                step = 1 + machine.draw((unsigned)n_blocks);
+            } while (divisor(step, n_blocks) != 1);
+        }
+        for (unsigned long long i = 0; i < n_blocks; i++) {
+            blockIdx = {(unsigned)(at % grid[0]), (unsigned)(at / grid[0] % grid[1]),
+                        (unsigned)(at / grid[0] / grid[1])};
+            if (!emulator::run_block(threads)) {
+                // Fibers that stand in the middle of a kernel are of no more use.
+                for (auto* fiber : machine.fibers) {
+                    emulator::Machine::drop(fiber);
+                }
+                machine.fibers.clear();
+                break;
+            }
+            at = (at + step) % n_blocks;
+        }
+    }
+    if (machine.error.empty()) {
+        return true;
+    }
+    snprintf(message, capacity, "%s", machine.error.c_str());
+    return false;
+}
