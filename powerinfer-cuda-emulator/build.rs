@@ -8,7 +8,7 @@ fn main() {
     println!("cargo::rustc-check-cfg=cfg(emulator_built)");
     println!("cargo::rerun-if-changed=shim");
     println!("cargo::rerun-if-changed=../powerinfer-cuda/kernels");
-    let unix = std::env::var("CARGO_CFG_UNIX").is_ok();
+    let unix = std::env::var_os("CARGO_CFG_UNIX").is_some();
     match unix.then(build) {
         Some(Ok(())) => println!("cargo::rustc-cfg=emulator_built"),
         Some(Err(error)) => println!("cargo::warning=the kernels are not emulated: {error}"),
@@ -36,7 +36,7 @@ fn compiler() -> cc::Build {
         .flag("-U_FORTIFY_SOURCE");
     // `fmaf` is a call without this. What is built here runs here.
     #[cfg(target_arch = "x86_64")]
-    if std::env::var("CARGO_CFG_TARGET_ARCH").is_ok_and(|arch| arch == "x86_64")
+    if std::env::var_os("CARGO_CFG_TARGET_ARCH").is_some_and(|arch| arch == "x86_64")
         && std::is_x86_feature_detected!("fma")
     {
         build.flag_if_supported("-mfma");
@@ -46,13 +46,26 @@ fn compiler() -> cc::Build {
 
 fn build() -> Result<(), cc::Error> {
     let kernels = Path::new("../powerinfer-cuda/kernels");
-    let mut objects = compiler().file(kernels.join("base.cu")).flag("-xc++").try_compile_intermediates()?;
+    let mut objects = compiler()
+        .file(kernels.join("base.cu"))
+        .file(kernels.join("int8.cu"))
+        .file("shim/selftest.cu")
+        .flag("-xc++")
+        .try_compile_intermediates()?;
     for ty in TYPES {
         let file = kernels.join("weight.cu");
-        objects.extend(compiler().file(file).flag("-xc++").define("WEIGHT", ty).out_dir(out_dir(ty)).try_compile_intermediates()?);
+        objects.extend(
+            compiler()
+                .file(file)
+                .flag("-xc++")
+                .define("WEIGHT", ty)
+                .out_dir(out_dir(ty))
+                .try_compile_intermediates()?,
+        );
     }
-    let names = TYPES.iter().chain(&["base"]);
-    let declared: String = names.clone().map(|t| format!("extern \"C\" void emulated_module_{t}();")).collect();
+    let names = TYPES.iter().chain(&["base", "int8", "selftest"]);
+    let declared: String =
+        names.clone().map(|t| format!("extern \"C\" void emulated_module_{t}();")).collect();
     let called: String = names.map(|t| format!("emulated_module_{t}();")).collect();
     let mut shim = compiler();
     shim.file("shim/emulator.cpp")

@@ -1,7 +1,8 @@
 //! The memory of the emulated device.
 
-use std::cell::UnsafeCell;
+use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use crate::Error;
 
@@ -23,7 +24,7 @@ pub struct Memory {
 #[derive(Debug)]
 struct Piece {
     /// Guard, bytes, guard. Cells, since kernels write to them by address.
-    lines: Box<[UnsafeCell<Line>]>,
+    lines: Box<[Cell<Line>]>,
     n_bytes: usize,
 }
 
@@ -32,13 +33,25 @@ struct Piece {
 struct Line([u8; GUARD_BYTES]);
 
 impl Piece {
-    fn first(&self) -> *mut u8 {
-        self.lines[0].get().cast::<u8>().wrapping_add(GUARD_BYTES)
+    fn address(&self) -> u64 {
+        self.lines[0].as_ptr().cast::<u8>().wrapping_add(GUARD_BYTES).expose_provenance() as u64
     }
 
-    fn copy(&self, line: usize) -> [u8; GUARD_BYTES] {
-        // SAFETY: KERNEL-ADDRESSES; no kernel runs that writes here while the memory is read or written through this type.
-        unsafe { *self.lines[line].get() }.0
+    /// Calls `each(line, range in the line, range in the bytes)` for the bytes from `offset` on.
+    fn walk(
+        &self,
+        offset: usize,
+        n_bytes: usize,
+        mut each: impl FnMut(&Cell<Line>, Range<usize>, Range<usize>),
+    ) {
+        let mut done = 0;
+        while done < n_bytes {
+            let at = GUARD_BYTES + offset + done;
+            let (line, first) = (at / GUARD_BYTES, at % GUARD_BYTES);
+            let n = (GUARD_BYTES - first).min(n_bytes - done);
+            each(&self.lines[line], first..first + n, done..done + n);
+            done += n;
+        }
     }
 }
 
@@ -63,9 +76,9 @@ impl Memory {
             return Err(Error::OutOfMemory { need_bytes: n_bytes as u64, have_bytes });
         }
         let n_lines = n_bytes.div_ceil(GUARD_BYTES) + 2;
-        let lines = (0..n_lines).map(|_| UnsafeCell::new(Line([FILL; GUARD_BYTES]))).collect();
+        let lines = vec![Cell::new(Line([FILL; GUARD_BYTES])); n_lines].into_boxed_slice();
         let piece = Piece { lines, n_bytes };
-        let at = piece.first().expose_provenance() as u64;
+        let at = piece.address();
         self.pieces.insert(at, piece);
         self.used_bytes += n_bytes as u64;
         Ok(at)
@@ -86,9 +99,12 @@ impl Memory {
     /// # Errors
     /// [`Error::Address`] unless they fall into one piece.
     pub fn write(&mut self, at: u64, bytes: &[u8]) -> Result<(), Error> {
-        let to = self.find(at, bytes.len())?;
-        // SAFETY: `find` has found as many bytes in one piece; KERNEL-ADDRESSES, no kernel runs on them.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        let (piece, offset) = self.find(at, bytes.len())?;
+        piece.walk(offset, bytes.len(), |line, to, from| {
+            let mut copy = line.get();
+            copy.0[to].copy_from_slice(&bytes[from]);
+            line.set(copy);
+        });
         Ok(())
     }
 
@@ -97,9 +113,8 @@ impl Memory {
     /// # Errors
     /// [`Error::Address`] unless they fall into one piece.
     pub fn read(&self, at: u64, bytes: &mut [u8]) -> Result<(), Error> {
-        let from = self.find(at, bytes.len())?;
-        // SAFETY: `find` has found as many bytes in one piece; KERNEL-ADDRESSES, no kernel runs on them.
-        unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), bytes.as_mut_ptr(), bytes.len()) };
+        let (piece, offset) = self.find(at, bytes.len())?;
+        piece.walk(offset, bytes.len(), |line, from, to| bytes[to].copy_from_slice(&line.get().0[from]));
         Ok(())
     }
 
@@ -111,28 +126,29 @@ impl Memory {
         self.pieces.iter().try_for_each(|(&at, piece)| check_guards(at, piece))
     }
 
-    fn find(&self, at: u64, n_bytes: usize) -> Result<*mut u8, Error> {
+    /// The piece with these bytes, and where in it they start.
+    fn find(&self, at: u64, n_bytes: usize) -> Result<(&Piece, usize), Error> {
         let missing = Error::Address { at, n_bytes };
         let Some((&start, piece)) = self.pieces.range(..=at).next_back() else { return Err(missing) };
         let offset = (at - start) as usize;
         if offset > piece.n_bytes || n_bytes > piece.n_bytes - offset {
             return Err(missing);
         }
-        Ok(piece.first().wrapping_add(offset))
+        Ok((piece, offset))
     }
 }
 
 fn check_guards(at: u64, piece: &Piece) -> Result<(), Error> {
     let n_bytes = piece.n_bytes;
     let guard = |side, distance| Error::Guard { at, n_bytes, side, distance };
-    if let Some(i) = piece.copy(0).iter().rposition(|&b| b != FILL) {
+    if let Some(i) = piece.lines[0].get().0.iter().rposition(|&b| b != FILL) {
         return Err(guard("before", GUARD_BYTES - i));
     }
     // The rest of the last line and the one behind it.
     let (full, rest) = (n_bytes / GUARD_BYTES, n_bytes % GUARD_BYTES);
     for line in full + 1..piece.lines.len() {
         let skipped = if line == full + 1 && rest != 0 { rest } else { 0 };
-        if let Some(i) = piece.copy(line)[skipped..].iter().position(|&b| b != FILL) {
+        if let Some(i) = piece.lines[line].get().0[skipped..].iter().position(|&b| b != FILL) {
             let before = (line - 1) * GUARD_BYTES + skipped - n_bytes;
             return Err(guard("behind", before + i));
         }
@@ -169,10 +185,9 @@ mod tests {
         let at = memory.alloc(300).unwrap();
         let piece = &memory.pieces[&at];
         let touch = |line: usize, byte: usize, value: u8| {
-            let mut copy = piece.copy(line);
-            copy[byte] = value;
-            // SAFETY: KERNEL-ADDRESSES; plays a kernel that strays.
-            unsafe { *piece.lines[line].get() = Line(copy) };
+            let mut copy = piece.lines[line].get();
+            copy.0[byte] = value;
+            piece.lines[line].set(copy);
         };
         let guard = |side, distance| Err(Error::Guard { at, n_bytes: 300, side, distance });
         touch(1, 0, 0);

@@ -103,6 +103,8 @@ KERNEL(128, kv_append_f32)(const float* k, const float* v, const u64* k_caches, 
 // Heads of a block.
 #define HEADS 8
 #define MAX_HEAD_DIM 256
+// Warps of a block.
+#define WARPS 4
 // Threads that share the product with one key.
 #define KEY_LANES 8
 
@@ -130,10 +132,23 @@ DEVICE void kv_load4(const u16* p, bool whole, float (&out)[4]) {
 }
 
 template <class Kv>
+DEVICE void kv_load_up_to_4(const Kv* p, bool whole, int n, float (&out)[4]) {
+    if (n >= 4) {
+        kv_load4(p, whole, out);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            out[i] = i < n ? kv_load(p + i) : 0.0f;
+        }
+    }
+}
+
+template <class Kv>
 DEVICE void attention(const float* q, const u64* k_caches, const u64* v_caches, const u32* positions, float* part,
                       int n_head, int n_head_kv, int head_dim, int n_spans, int q_stride, float scale) {
     SHARED(float, queries, HEADS * MAX_HEAD_DIM);
     SHARED(float, scores, HEADS * SPAN);
+    SHARED(float, sums, WARPS * HEADS * 128);
     int heads_per_kv = n_head / n_head_kv, groups = (heads_per_kv + HEADS - 1) / HEADS;
     int kv_head = blockIdx.x / groups, group = blockIdx.x % groups;
     int head0 = kv_head * heads_per_kv + group * HEADS;
@@ -153,7 +168,7 @@ DEVICE void attention(const float* q, const u64* k_caches, const u64* v_caches, 
     __syncthreads();
 
     // Scores: eight threads a key.
-    bool whole = head_dim % 4 == 0 && (k_caches[token] & 15) == 0;
+    bool whole = head_dim % 4 == 0 && ((k_caches[token] | v_caches[token]) & 15) == 0;
     int lane = tid % KEY_LANES, n_keys = blockDim.x / KEY_LANES, n_quads = head_dim / 4;
     for (int p0 = 0; p0 < length; p0 += n_keys) {
         int p = p0 + tid / KEY_LANES;
@@ -220,25 +235,48 @@ DEVICE void attention(const float* q, const u64* k_caches, const u64* v_caches, 
     }
     __syncthreads();
 
-    // Values: a thread an element, the positions in order.
-    for (int i = tid; i < head_dim; i += blockDim.x) {
-        float mixed[HEADS] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+    // Values: a lane four elements, a warp every fourth position; the warps are added in order.
+    int warp = tid / 32;
+    for (int i0 = 0; i0 < head_dim; i0 += 128) {
+        int i = i0 + tid % 32 * 4;
+        float mixed[HEADS][4] = {};
+        if (i < head_dim) {
 #pragma unroll 4
-        for (int p = 0; p < length; p++) {
-            float v = kv_load(values + (u64)p * kv_dim + i);
+            for (int p = warp; p < length; p += WARPS) {
+                float v[4];
+                kv_load_up_to_4(values + (u64)p * kv_dim + i, whole, head_dim - i, v);
 #pragma unroll
-            for (int h = 0; h < HEADS; h++) {
-                if (h < n) {
-                    mixed[h] = fmaf(scores[h * SPAN + p], v, mixed[h]);
+                for (int h = 0; h < HEADS; h++) {
+                    if (h < n) {
+                        float e = scores[h * SPAN + p];
+#pragma unroll
+                        for (int k = 0; k < 4; k++) {
+                            mixed[h][k] = fmaf(e, v[k], mixed[h][k]);
+                        }
+                    }
                 }
             }
         }
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
             if (h < n) {
-                out[(u64)h * n_spans * part_len + i] = mixed[h];
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    sums[(warp * HEADS + h) * 128 + tid % 32 * 4 + k] = mixed[h][k];
+                }
             }
         }
+        __syncthreads();
+        int element = i0 + tid;
+        for (int h = 0; h < n && element < head_dim; h++) {
+            float sum = sums[h * 128 + tid];
+#pragma unroll
+            for (int w = 1; w < WARPS; w++) {
+                sum += sums[(w * HEADS + h) * 128 + tid];
+            }
+            out[(u64)h * n_spans * part_len + element] = sum;
+        }
+        __syncthreads();
     }
 }
 

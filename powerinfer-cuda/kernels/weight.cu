@@ -1,18 +1,12 @@
 // Kernels that read a weight matrix, compiled once for each type: `WEIGHT` is its name, `f16` or `q4_0` say.
 // README.md beside this file has the argument lists and launch rules.
-#include "blocks.cuh"
+#include "products.cuh"
 
 #define CONCAT_(a, b) a##b
 #define CONCAT(a, b) CONCAT_(a, b)
 #define TYPED(name) CONCAT(name##_, WEIGHT)
 
 typedef CONCAT(Weights_, WEIGHT) Weights;
-
-// Rows of a warp, warps of a block, tokens that share the reading of a row.
-#define ROWS 2
-#define WARPS 4
-#define TILE 8
-#define PAIRS (ROWS * TILE)
 
 // Whether the chunks of a matrix with rows of n weights can be read whole. Blocks can, plain types where rows are
 // aligned.
@@ -23,30 +17,6 @@ DEVICE bool has_whole_chunks(const u8* w, int n) {
 // The same for chunks of a matrix and vectors that they meet. Block types ask for aligned vectors.
 DEVICE bool has_whole_chunks(const u8* w, const float* x, int n, int x_stride) {
     return Weights::BLOCKS || (has_whole_chunks(w, n) && x_stride % 4 == 0 && is_aligned(x));
-}
-
-// Sums N values of each lane over the warp, as a tree: lanes 16 apart, then 8, and so on. While more than one value is
-// left, each of two lanes takes one half of them. Lane l ends up with value l * N / 32.
-template <int N>
-DEVICE float warp_sums(float (&v)[N]) {
-    int lane = threadIdx.x % 32, offset = 16;
-#pragma unroll
-    for (int n = N / 2; n > 0; n /= 2) {
-        bool upper = lane & offset;
-#pragma unroll
-        for (int i = 0; i < N / 2; i++) {
-            if (i < n) {
-                float kept = upper ? v[n + i] : v[i], sent = upper ? v[i] : v[n + i];
-                v[i] = kept + __shfl_xor_sync(FULL_WARP, sent, offset);
-            }
-        }
-        offset /= 2;
-    }
-#pragma unroll
-    for (; offset > 0; offset /= 2) {
-        v[0] += __shfl_xor_sync(FULL_WARP, v[0], offset);
-    }
-    return v[0];
 }
 
 // Products of R rows with T vectors of length n. Lane i % 32 takes chunk i, lanes are added as a tree: the order of a
@@ -101,18 +71,6 @@ DEVICE float dot(const u8* const (&rows)[R], const float* const (&x)[T], int n, 
     return warp_sums<R * T>(sums);
 }
 
-// Which of N pairs this lane gets from `dot`.
-template <int N>
-DEVICE int pair_of() {
-    return threadIdx.x % 32 / (32 / N);
-}
-
-// Whether this lane is the first of those that get the same pair.
-template <int N>
-DEVICE bool is_first_of_pair() {
-    return threadIdx.x % (32 / N) == 0;
-}
-
 // The vectors of a tile; past the last token the last one is repeated.
 template <int T>
 DEVICE void tile_vectors(const float* x, int first, int n_tokens, int stride, const float* (&out)[T]) {
@@ -120,17 +78,6 @@ DEVICE void tile_vectors(const float* x, int first, int n_tokens, int stride, co
     for (int t = 0; t < T; t++) {
         out[t] = x + (u64)min(first + t, n_tokens - 1) * stride;
     }
-}
-
-DEVICE void two_rows(const u8* w, u64 row_bytes, int first, int n, const u8* (&out)[ROWS]) {
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        out[r] = w + (u64)min(first + r, n - 1) * row_bytes;
-    }
-}
-
-DEVICE int first_row() {
-    return (blockIdx.x * WARPS + threadIdx.x / 32) * ROWS;
 }
 
 // Chunk i of a row of n weights, with zeros past its end.
@@ -168,16 +115,6 @@ KERNEL(128, TYPED(embed))(const u8* table, const u32* ids, float* y, int n_embd,
 }
 
 // ---- y = W x ----
-
-enum { ACCUMULATE = 1, RECTIFY = 2 };
-
-DEVICE void store(float* to, float v, float bias, int flags) {
-    v += bias;
-    if (flags & RECTIFY) {
-        v = v > 0.0f ? v : 0.0f;
-    }
-    *to = flags & ACCUMULATE ? *to + v : v;
-}
 
 template <int T>
 DEVICE void matvec(const u8* w, const float* x, const float* bias, float* y, int n_out, int n_in, int n_tokens,

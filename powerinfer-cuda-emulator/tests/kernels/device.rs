@@ -20,6 +20,7 @@ pub(crate) fn name(ty: WeightType) -> String {
 }
 
 /// Whether the tests can run. They must where POWERINFER_REQUIRE_EMULATOR is set.
+#[expect(clippy::print_stdout, reason = "says that a test did not run")]
 pub(crate) fn can_run() -> bool {
     let required = std::env::var_os("POWERINFER_REQUIRE_EMULATOR").is_some_and(|v| v == "1");
     assert!(available() || !required, "the emulator was built without a C++ compiler");

@@ -1,9 +1,7 @@
 //! Neurons: hidden values and the sum of down rows, by list and by tile.
 
 use powerinfer_cuda_emulator::Arg;
-use powerinfer_sparse_ops::{
-    Activation, ActiveBatch, Gating, NeuronId, NeuronSet, WeightMatrix, WeightType,
-};
+use powerinfer_sparse_ops::{Activation, ActiveBatch, Gating, NeuronId, NeuronSet, WeightMatrix, WeightType};
 
 use crate::device::*;
 
@@ -213,7 +211,12 @@ impl Case {
                 }
             }
             for i in 0..n_embd {
-                assert_close(got.y[t * n_embd + i], want_y[i], size_y[i], format!("{what}: sum {i}, token {t}"));
+                assert_close(
+                    got.y[t * n_embd + i],
+                    want_y[i],
+                    size_y[i],
+                    format!("{what}: sum {i}, token {t}"),
+                );
             }
         }
         for k in 0..3 {

@@ -62,7 +62,16 @@ fn products_are_right_and_do_not_depend_on_the_batch() {
                     let (w, x, b) = (d.upload(w.bytes()), d.upload(&x), d.upload(&bias));
                     let y = d.alloc::<f32>(n_tokens * y_stride);
                     let args = [
-                        w, x, b, y, int(n_out), int(n_in), int(n_tokens), int(x_stride), int(y_stride), int(flags),
+                        w,
+                        x,
+                        b,
+                        y,
+                        int(n_out),
+                        int(n_in),
+                        int(n_tokens),
+                        int(x_stride),
+                        int(y_stride),
+                        int(flags),
                     ];
                     let grid = [n_out.div_ceil(8), n_tokens.div_ceil(8), 1];
                     let kernel = if n_tokens == 1 { "matvec_one" } else { "matvec" };
@@ -90,7 +99,16 @@ fn products_are_right_and_do_not_depend_on_the_batch() {
                     let (w, x, b) = (d.upload(w.bytes()), d.upload(&x), d.upload(bias));
                     let y = d.alloc::<f32>(n_tokens * y_stride);
                     let args = [
-                        w, x, b, y, int(n_out), int(n_in), int(n_tokens), int(x_stride), int(y_stride), int(flags),
+                        w,
+                        x,
+                        b,
+                        y,
+                        int(n_out),
+                        int(n_in),
+                        int(n_tokens),
+                        int(x_stride),
+                        int(y_stride),
+                        int(flags),
                     ];
                     let grid = [n_out.div_ceil(64), n_tokens.div_ceil(64), 1];
                     d.launch(&format!("matmul_{}", name(ty)), grid, 256, &args);
@@ -100,10 +118,110 @@ fn products_are_right_and_do_not_depend_on_the_batch() {
                     for o in 0..n_out {
                         let (want, magnitude) = dot(&rows[o], &x[t * x_stride..]);
                         let want = want + f64::from(bias[o]);
-                        assert_close(tiled[t * y_stride + o], want, magnitude + 1.0, format!("matmul {ty} {n_in}"));
+                        assert_close(
+                            tiled[t * y_stride + o],
+                            want,
+                            magnitude + 1.0,
+                            format!("matmul {ty} {n_in}"),
+                        );
                     }
                 }
             }
         }
+    }
+}
+
+#[test]
+fn vectors_of_8_bits_are_rounded_ties_to_even_and_multiplied() {
+    if !can_run() {
+        return;
+    }
+    let mut random = Random(3);
+    for ty in [WeightType::Q8_0, WeightType::Q4_0, WeightType::Q4_K, WeightType::Q6_K] {
+        for &n_in in widths(ty) {
+            let (n_out, stride) = (21, n_in + 2);
+            let w = random.matrix(ty, n_out, n_in);
+            let (rows, bias) = (decode(&w), random.floats(n_out));
+            for n_tokens in [1, 2, 9] {
+                let mut x = random.floats(n_tokens * stride);
+                x[..32].fill(0.0);
+                // A scale of exactly 1, and ties.
+                if n_tokens > 1 {
+                    x[stride..stride + 4].copy_from_slice(&[127.0, 2.5, 3.5, -0.5]);
+                }
+                let n_blocks = n_tokens * n_in / 32;
+                let mut got: Vec<f32> = on_device(|d| {
+                    let from = d.upload(&x);
+                    let (q, scales) = (d.alloc::<i8>(n_tokens * n_in), d.alloc::<f32>(n_blocks));
+                    let args = [from, q, scales, int(n_in), int(stride), int(n_tokens)];
+                    d.launch("quantize_q8", [n_in.div_ceil(128), n_tokens, 1], 128, &args);
+                    let (w, b, y) = (d.upload(w.bytes()), d.upload(&bias), d.alloc::<f32>(n_tokens * n_out));
+                    let args = [w, q, scales, b, y, int(n_out), int(n_in), int(n_tokens), int(n_out), int(0)];
+                    let grid = [n_out.div_ceil(8), n_tokens.div_ceil(8), 1];
+                    d.launch(&format!("matvec_i8_{}", name(ty)), grid, 128, &args);
+                    let mut all: Vec<f32> = d.download(y, n_tokens * n_out);
+                    all.extend(d.download::<i8>(q, n_tokens * n_in).into_iter().map(f32::from));
+                    all.extend(d.download::<f32>(scales, n_blocks));
+                    all
+                });
+                let scales = got.split_off(n_tokens * (n_out + n_in));
+                let q = got.split_off(n_tokens * n_out);
+                let mut rounded = vec![0.0; n_tokens * n_in];
+                for t in 0..n_tokens {
+                    for b in 0..n_in / 32 {
+                        let x = &x[t * stride + 32 * b..][..32];
+                        let amax = x.iter().fold(0.0f32, |m, v| m.max(v.abs()));
+                        let (d, at) = (amax / 127.0, t * n_in + 32 * b);
+                        let inverse = if d == 0.0 { 0.0 } else { 1.0 / d };
+                        assert_eq!(scales[at / 32], d);
+                        for i in 0..32 {
+                            assert_eq!(q[at + i], (x[i] * inverse).round_ties_even());
+                            rounded[at + i] = q[at + i] * d;
+                        }
+                    }
+                    for o in 0..n_out {
+                        let (want, magnitude) = dot(&rows[o], &rounded[t * n_in..][..n_in]);
+                        let got = got[t * n_out + o];
+                        // Minima are taken off apart: terms are as large as weight plus minimum.
+                        assert_close(
+                            got,
+                            want + f64::from(bias[o]),
+                            6.0 * magnitude + 1.0,
+                            format!("{ty} {n_in}"),
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn flags_add_to_the_output_and_cut_off_what_is_negative() {
+    if !can_run() {
+        return;
+    }
+    let mut random = Random(4);
+    let (n_out, n_in, n_tokens) = (11, 40, 3);
+    let w = random.matrix(WeightType::F32, n_out, n_in);
+    let (x, before) = (random.floats(n_tokens * n_in), random.floats(n_tokens * n_out));
+    let run = |kernel: &str, side: usize, threads, flags: usize| -> Vec<f32> {
+        on_device(|d| {
+            let (w, x, y) = (d.upload(w.bytes()), d.upload(&x), d.upload(&before));
+            let shape = [n_out, n_in, n_tokens, n_in, n_out, flags].map(int);
+            let args = [&[w, x, NONE, y], &shape[..]].concat();
+            let grid = [n_out.div_ceil(side), n_tokens.div_ceil(side), 1];
+            d.launch(&format!("{kernel}_f32"), grid, threads, &args);
+            d.download(y, n_tokens * n_out)
+        })
+    };
+    for (kernel, side, threads) in [("matvec", 8, 128), ("matmul", 64, 256)] {
+        let plain = run(kernel, side, threads, 0);
+        assert!(plain.iter().any(|v| *v < 0.0) && plain.iter().any(|v| *v > 0.0));
+        let rectified: Vec<f32> = plain.iter().map(|v| v.max(0.0)).collect();
+        let added = |values: &[f32]| before.iter().zip(values).map(|(b, v)| b + v).collect::<Vec<f32>>();
+        assert_eq!(run(kernel, side, threads, 2), rectified);
+        assert_eq!(run(kernel, side, threads, 1), added(&plain));
+        assert_eq!(run(kernel, side, threads, 3), added(&rectified));
     }
 }

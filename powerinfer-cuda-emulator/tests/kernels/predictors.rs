@@ -24,7 +24,8 @@ fn low_rank_scores_are_compared_with_the_threshold() {
             let threshold = 0.3;
             let n_words = n_ff.div_ceil(64);
             let got: Vec<u64> = on_device(|d| {
-                let (w, x, bits) = (d.upload(fc2.bytes()), d.upload(&inner), d.alloc::<u64>(n_tokens * n_words));
+                let (w, x, bits) =
+                    (d.upload(fc2.bytes()), d.upload(&inner), d.alloc::<u64>(n_tokens * n_words));
                 let args = [w, x, bits, int(n_ff), int(rank), int(n_tokens), int(rank), Arg::F32(threshold)];
                 d.launch(&format!("predict_{}", name(ty)), [n_words, n_tokens.div_ceil(8), 1], 128, &args);
                 d.download(bits, n_tokens * n_words)
@@ -53,9 +54,13 @@ fn the_gate_copy_has_the_bits_of_the_scalar_code() {
         return;
     }
     let mut random = Random(2);
-    for (n_embd, n_ff, outliers) in
-        [(1, 3, vec![]), (7, 70, vec![2]), (96, 64, vec![]), (257, 65, vec![0, 256]), (576, 130, vec![5, 9, 300])]
-    {
+    for (n_embd, n_ff, outliers) in [
+        (1, 3, vec![]),
+        (7, 70, vec![2]),
+        (96, 64, vec![]),
+        (257, 65, vec![0, 256]),
+        (576, 130, vec![5, 9, 300]),
+    ] {
         let mut values = random.floats(n_ff * n_embd);
         for row in values.chunks_exact_mut(n_embd) {
             outliers.iter().for_each(|&o: &u32| row[o as usize] *= 40.0);
@@ -111,8 +116,7 @@ fn lists_are_the_owned_neurons_that_are_active() {
     let mut random = Random(3);
     for (n_ff, threads) in [(1, 32), (64, 256), (130, 64), (700, 256), (700, 1024)] {
         let n_tokens = 3;
-        let owned =
-            NeuronSet::from_ids(n_ff, (0..n_ff as u32).filter(|_| random.below(3) > 0).map(NeuronId));
+        let owned = NeuronSet::from_ids(n_ff, (0..n_ff as u32).filter(|_| random.below(3) > 0).map(NeuronId));
         let ids: Vec<u32> = owned.ids().iter().map(|id| id.0).collect();
         let mut active = ActiveBatch::with_capacity(n_tokens, n_ff);
         active.reset(n_tokens, n_ff);
@@ -125,8 +129,17 @@ fn lists_are_the_owned_neurons_that_are_active() {
                 let bits = if with_bits { d.upload(active.words()) } else { NONE };
                 let (own, list) = (d.upload(&ids), d.alloc::<u32>(n_tokens * stride));
                 let (counts, counters) = (d.alloc::<u32>(n_tokens), d.upload(&[1u64; 8]));
-                let args =
-                    [bits, own, list, counts, counters, int(ids.len()), int(n_ff), int(stride), int(n_tokens)];
+                let args = [
+                    bits,
+                    own,
+                    list,
+                    counts,
+                    counters,
+                    int(ids.len()),
+                    int(n_ff),
+                    int(stride),
+                    int(n_tokens),
+                ];
                 d.launch("compact", [n_tokens, 1, 1], threads, &args);
                 let mut all: Vec<u32> = d.download(list, n_tokens * stride);
                 let counts: Vec<u32> = d.download(counts, n_tokens);

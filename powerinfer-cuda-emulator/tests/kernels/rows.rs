@@ -28,7 +28,8 @@ fn norms_follow_the_formula() {
                 apart
             });
             for (x, y) in x.chunks(n).zip(got.chunks(n)) {
-                let mean = |f: &dyn Fn(f64) -> f64| x.iter().map(|&v| f(f64::from(v))).sum::<f64>() / n as f64;
+                let mean =
+                    |f: &dyn Fn(f64) -> f64| x.iter().map(|&v| f(f64::from(v))).sum::<f64>() / n as f64;
                 let middle = if kernel == "rms_norm" { 0.0 } else { mean(&|v| v) };
                 let scale = 1.0 / (mean(&|v| (v - middle).powi(2)) + 1e-5).sqrt();
                 for i in 0..n {
@@ -130,7 +131,8 @@ impl Attention {
         let seqs: Vec<usize> = self.rows.iter().map(|r| r.0).collect();
         let positions: Vec<u32> = self.rows.iter().map(|r| r.1).collect();
         let n_spans = *positions.iter().max().unwrap() as usize / 256 + 1 + extra_spans;
-        let (q, kc, vc, p) = (d.upload(&self.q), table(d, &seqs, 0), table(d, &seqs, 1), d.upload(&positions));
+        let (q, kc, vc, p) =
+            (d.upload(&self.q), table(d, &seqs, 0), table(d, &seqs, 1), d.upload(&positions));
         let part = d.alloc::<f32>(n * self.n_head * n_spans * (self.head_dim + 2));
         let y_stride = self.n_head * self.head_dim;
         let y = d.alloc::<f32>(n * y_stride);
@@ -181,7 +183,8 @@ fn attention_is_the_softmax_over_earlier_positions() {
         return;
     }
     let mut random = Random(3);
-    let shapes = [(1, 1, 4, 20), (4, 2, 16, 300), (3, 1, 10, 40), (12, 1, 32, 60), (2, 2, 256, 600), (9, 1, 7, 20)];
+    let shapes =
+        [(1, 1, 4, 20), (4, 2, 16, 300), (3, 1, 10, 40), (12, 1, 32, 60), (2, 2, 256, 600), (9, 1, 7, 20)];
     for (n_head, n_head_kv, head_dim, length) in shapes {
         let kv_dim = n_head_kv * head_dim;
         let mut kv = || random.floats(length * kv_dim).into_iter().map(|v| 3.0 * v).collect::<Vec<f32>>();
@@ -226,12 +229,7 @@ fn keys_are_rounded_to_f16_as_everywhere() {
         let (x, c) = (d.upload(&k), d.alloc::<u16>(n));
         let Arg::Ptr(at) = c else { unreachable!() };
         let (table, p) = (d.upload(&[at]), d.upload(&[0u32]));
-        d.launch(
-            "kv_append_f16",
-            [1, 1, 1],
-            128,
-            &[x, x, table, table, p, int(n), int(n), int(n), int(1)],
-        );
+        d.launch("kv_append_f16", [1, 1, 1], 128, &[x, x, table, table, p, int(n), int(n), int(n), int(1)]);
         d.download(c, n)
     });
     for (k, got) in k.iter().zip(got) {
