@@ -2,7 +2,9 @@
 //
 // A fiber runs until it comes to a meeting (a barrier or an exchange between the lanes of a warp) and goes on when all
 // have come. Which of the fibers that can run is next, and which block, is drawn from a seeded generator: a kernel whose result
-// depends on the order differs from seed to seed. Lanes that come to different meetings, and threads
+// depends on the order differs from seed to seed. In half of the blocks, also drawn, any warp may be next; in the others the
+// warps have ranks, and the first that can run goes on as far as it can, which finds missing barriers that a fair draw hardly
+// ever shows. Lanes that come to different meetings, and threads
 // that end while others wait for them, are errors.
 //
 // Fibers are started with makecontext once for each thread of the host and kept; after that they change over with _setjmp and
@@ -38,13 +40,10 @@ std::map<std::string, Kernel>& kernels() {
     return all;
 }
 
-enum State { READY, WAITING, ENDED };
-
 struct Fiber {
     jmp_buf at;
     ucontext_t context;
     char* stack = nullptr;
-    State state = ENDED;
 };
 
 struct Warp {
@@ -52,6 +51,8 @@ struct Warp {
     u64 results[32];
     unsigned arrived = 0;
     Meeting kind = SYNC;
+    // Lanes that can run, as bits, and the place of this warp in the order of ranks.
+    unsigned ready = 0, rank = 0;
 };
 
 const unsigned long STACK_BYTES = 128 * 1024;
@@ -59,7 +60,10 @@ const unsigned long STACK_BYTES = 128 * 1024;
 struct Machine {
     std::vector<Fiber*> fibers;
     std::vector<Warp> warps;
-    std::vector<unsigned> ready;
+    // Ranks of warps with lanes that can run, as bits, and which warp has a rank.
+    unsigned ready_ranks = 0;
+    unsigned warp_at[32];
+    bool is_ranked = false;
     std::vector<std::pair<char*, u64>> shared_seen;
     jmp_buf scheduler;
     ucontext_t origin;
@@ -72,6 +76,32 @@ struct Machine {
     unsigned draw(unsigned below) {
         random = random * 6364136223846793005ull + 1442695040888963407ull;
         return (unsigned)((random >> 32) * below >> 32);
+    }
+
+    // One of the bits that are set, each as likely.
+    unsigned draw_bit(unsigned bits) {
+        for (unsigned skip = draw((unsigned)__builtin_popcount(bits)); skip > 0; skip--) {
+            bits &= bits - 1;
+        }
+        return (unsigned)__builtin_ctz(bits);
+    }
+
+    void make_ready(unsigned thread) {
+        Warp& warp = warps[thread / 32];
+        warp.ready |= 1u << thread % 32;
+        ready_ranks |= 1u << warp.rank;
+    }
+
+    // The next thread to run, of those that can.
+    unsigned pick() {
+        unsigned rank = is_ranked ? (unsigned)__builtin_ctz(ready_ranks) : draw_bit(ready_ranks);
+        Warp& warp = warps[warp_at[rank]];
+        unsigned lane = draw_bit(warp.ready);
+        warp.ready &= ~(1u << lane);
+        if (warp.ready == 0) {
+            ready_ranks &= ~(1u << rank);
+        }
+        return warp_at[rank] * 32 + lane;
     }
 
     ~Machine() {
@@ -102,7 +132,6 @@ void yield() {
 void fiber_main() {
     for (;;) {
         machine.run(machine.slots);
-        machine.fibers[machine.current]->state = ENDED;
         machine.ended++;
         yield();
     }
@@ -158,19 +187,24 @@ void run_fiber(unsigned i) {
 }
 
 bool run_block(unsigned n_threads) {
-    machine.warps.assign(n_threads / 32, Warp());
+    unsigned n_warps = n_threads / 32;
+    machine.warps.assign(n_warps, Warp());
     machine.shared_seen.clear();
-    machine.ready.clear();
-    machine.in_barrier = machine.ended = 0;
-    for (unsigned i = 0; i < n_threads; i++) {
-        machine.fibers[i]->state = READY;
-        machine.ready.push_back(i);
+    machine.ready_ranks = machine.in_barrier = machine.ended = 0;
+    machine.is_ranked = machine.draw(2);
+    for (unsigned w = 0; w < n_warps; w++) {
+        unsigned other = machine.draw(w + 1);
+        machine.warp_at[w] = machine.warp_at[other];
+        machine.warp_at[other] = w;
     }
-    while (!machine.ready.empty()) {
-        unsigned pick = machine.draw((unsigned)machine.ready.size());
-        unsigned i = machine.ready[pick];
-        machine.ready[pick] = machine.ready.back();
-        machine.ready.pop_back();
+    for (unsigned rank = 0; rank < n_warps; rank++) {
+        machine.warps[machine.warp_at[rank]].rank = rank;
+    }
+    for (unsigned i = 0; i < n_threads; i++) {
+        machine.make_ready(i);
+    }
+    while (machine.ready_ranks != 0) {
+        unsigned i = machine.pick();
         run_fiber(i);
         if (!machine.error.empty()) {
             return false;
@@ -209,12 +243,10 @@ const u64* meet(Meeting kind, unsigned mask, u64 value) {
         warp.arrived = 0;
         for (unsigned i = thread - lane; i < thread - lane + 32; i++) {
             if (i != thread) {
-                machine.fibers[i]->state = READY;
-                machine.ready.push_back(i);
+                machine.make_ready(i);
             }
         }
     } else {
-        machine.fibers[thread]->state = WAITING;
         yield();
     }
     return machine.warps[thread / 32].results;
@@ -227,12 +259,10 @@ void meet_block() {
         machine.in_barrier = 0;
         for (unsigned i = 0; i < n; i++) {
             if (i != thread) {
-                machine.fibers[i]->state = READY;
-                machine.ready.push_back(i);
+                machine.make_ready(i);
             }
         }
     } else {
-        machine.fibers[thread]->state = WAITING;
         yield();
     }
 }

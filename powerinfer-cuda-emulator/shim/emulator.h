@@ -154,13 +154,6 @@ inline int __popc(unsigned v) {
     return __builtin_popcount(v);
 }
 
-inline int __dp4a(int a, int b, int sum) {
-    for (int i = 0; i < 4; i++) {
-        sum += (int)(signed char)(a >> (8 * i)) * (int)(signed char)(b >> (8 * i));
-    }
-    return sum;
-}
-
 inline unsigned __float_as_uint(float f) {
     unsigned u;
     memcpy(&u, &f, 4);

@@ -49,7 +49,7 @@ KERNEL(1024, selftest_words)(int* out, int n) {
     u32 odd = __ballot_sync(FULL_WARP, lane & 1);
     int neighbour = __shfl_xor_sync(FULL_WARP, (int)threadIdx.x, 3);
     int third = __shfl_sync(FULL_WARP, (int)threadIdx.x, 3);
-    int dot = __dp4a(0x01ff7f80, 0x02030405, 7);
+    int dot = dot4(0x01ff7f80, 0x02030405, 7);
     float whole = warp_sum((float)lane), top = warp_max((float)-lane);
     int* to = out + 8 * (blockIdx.x * blockDim.x + threadIdx.x);
     to[0] = total;

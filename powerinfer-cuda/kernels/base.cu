@@ -233,7 +233,7 @@ DEVICE void attention(const float* q, const u64* k_caches, const u64* v_caches, 
             to[head_dim + 1] = sum;
         }
     }
-    __syncthreads();
+    // All exponents were written before the barriers of the last sum.
 
     // Values: a lane four elements, a warp every fourth position; the warps are added in order.
     int warp = tid / 32;
@@ -397,7 +397,7 @@ KERNEL(256, gate_copy_quantize)(const float* x, const float* mean, const u32* ou
 DEVICE int copy_dot4(u32 codes, const i8* q, int b, int sum) {
     for (int k = 0; k < 4; k++) {
         int four = *(const int*)(q + k * COPY_BYTES + b);
-        sum = __dp4a((int)(codes >> (2 * k) & 0x03030303u), four, sum);
+        sum = dot4((int)(codes >> (2 * k) & 0x03030303u), four, sum);
     }
     return sum;
 }

@@ -92,6 +92,20 @@ DEVICE bool is_aligned(const void* p) {
     return ((u64)p & 15) == 0;
 }
 
+// Sum of the products of four signed bytes each, plus `sum`.
+DEVICE int dot4(int a, int b, int sum) {
+#ifdef __CUDA_ARCH__
+    int result;
+    asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(sum));
+    return result;
+#else
+    for (int i = 0; i < 4; i++) {
+        sum += (int)(i8)(a >> (8 * i)) * (int)(i8)(b >> (8 * i));
+    }
+    return sum;
+#endif
+}
+
 DEVICE float warp_sum(float v) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {

@@ -88,13 +88,13 @@ DEVICE void matvec_i8(const u8* w, const i8* q, const float* d, const float* bia
             u64 at = (u64)min(token + t, n_tokens - 1) * n_in;
             IntQuad a = int_quad(q + at, d + at / 32, columns.first), b = int_quad(q + at, d + at / 32, columns.second);
             // Sums of the vector's values, for the minima.
-            float sum_a = a.scale * (float)__dp4a(a.values, 0x01010101, 0);
-            float sum_b = b.scale * (float)__dp4a(b.values, 0x01010101, 0);
+            float sum_a = a.scale * (float)dot4(a.values, 0x01010101, 0);
+            float sum_b = b.scale * (float)dot4(b.values, 0x01010101, 0);
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 float& sum = sums[r * T + t];
-                float dot_a = a.scale * (float)__dp4a(chunks[r].first, a.values, 0);
-                float dot_b = b.scale * (float)__dp4a(chunks[r].second, b.values, 0);
+                float dot_a = a.scale * (float)dot4(chunks[r].first, a.values, 0);
+                float dot_b = b.scale * (float)dot4(chunks[r].second, b.values, 0);
                 sum = fmaf(chunks[r].scale[0], dot_a, sum);
                 sum = fmaf(chunks[r].scale[1], dot_b, sum);
                 sum = fmaf(-chunks[r].min[0], sum_a, sum);

@@ -459,12 +459,12 @@ KERNEL(128, TYPED(ffn_tile))(const u8* gate, const u8* up, const float* up_bias,
 // Rows that are looked at together for those that count.
 #define LOOK 128
 
-// Puts the threads' `keep` numbers together in their order; returns their count and this thread's place.
+// Puts the threads' `keep` numbers together in their order; returns their count and this thread's place. Between two calls
+// there is a barrier, and its own comes after all that was read before.
 DEVICE int pack(bool keep, int& place) {
     SHARED(u32, in_warp, LOOK / 32);
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n = 0;
     u32 ballot = __ballot_sync(FULL_WARP, keep);
-    __syncthreads();
     if (lane == 0) {
         in_warp[warp] = __popc(ballot);
     }

@@ -190,7 +190,8 @@ fn attention_is_the_softmax_over_earlier_positions() {
         let mut kv = || random.floats(length * kv_dim).into_iter().map(|v| 3.0 * v).collect::<Vec<f32>>();
         let (k, v) = ([kv(), kv()], [kv(), kv()]);
         let last = length as u32 - 1;
-        let rows = vec![(0, 0), (1, last), (0, last), (1, 1), (0, last / 2)];
+        // The end of a span among them.
+        let rows = vec![(0, 0), (1, last), (0, last), (1, 1), (0, last / 2), (1, last.min(255))];
         let q = random.floats(rows.len() * n_head * head_dim);
         let case = Attention { n_head, n_head_kv, head_dim, rows, k, v, q };
         for half in [true, false] {
