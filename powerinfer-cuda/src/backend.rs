@@ -7,7 +7,7 @@ use std::sync::Arc;
 use powerinfer_sparse_ops::{
     Activation, ActiveMode, BackendError, BackendInfo, BlockKind, DensePart, DownWeights, FfnInput,
     FfnWeights, HybridBackend, LayerId, ModelSpec, NeuronId, NeuronSet, PredictorWeights, SeqId, ShapeError,
-    Step, StepCost, Ticket,
+    Step, StepCost, Ticket, WeightMatrix,
 };
 
 use crate::driver;
@@ -164,8 +164,7 @@ struct Parts<'a> {
 }
 
 impl<'a> Parts<'a> {
-    fn of(self_: (&'a ModelSpec, &'a Constants, Option<&'a Scratch>)) -> Self {
-        let (spec, constants, scratch) = self_;
+    fn new(spec: &'a ModelSpec, constants: &'a Constants, scratch: Option<&'a Scratch>) -> Self {
         Self { spec, constants, scratch: scratch.expect("steps are reserved") }
     }
 
@@ -369,7 +368,7 @@ impl CudaBackend {
     fn make_input(&mut self, layer: LayerId, step: &Step<'_>) -> bool {
         let n = self.n_rows;
         let spec = &*self.spec;
-        let p = Parts::of((spec, &self.constants, self.scratch.as_ref()));
+        let p = Parts::new(spec, &self.constants, self.scratch.as_ref());
         let device = self.device.get_mut();
         let w = dense(&self.layers, layer);
         let pieces = &p.scratch.pieces;
@@ -415,7 +414,7 @@ impl CudaBackend {
     /// Starts the FFN on what is in its input; the sum goes to `sum`, or is added to the residual stream.
     fn run_ffn(&mut self, layer: LayerId, mode: ActiveMode, has_bits: bool, n: usize, to_h: bool) {
         let spec = &*self.spec;
-        let p = Parts::of((spec, &self.constants, self.scratch.as_ref()));
+        let p = Parts::new(spec, &self.constants, self.scratch.as_ref());
         let device = self.device.get_mut();
         let w = self.layers[layer.index()].ffn.as_ref().expect("the layer's FFN is loaded");
         let pieces = &p.scratch.pieces;
@@ -498,7 +497,7 @@ impl CudaBackend {
         let n = self.n_rows;
         let n_embd = self.spec.n_embd;
         assert_eq!(acc.len(), n * n_embd, "sum of layer {layer}: [{n}, {n_embd}]");
-        let p = Parts::of((&self.spec, &self.constants, self.scratch.as_ref()));
+        let p = Parts::new(&self.spec, &self.constants, self.scratch.as_ref());
         let device = self.device.get_mut();
         let w = dense(&self.layers, layer);
         let pieces = &p.scratch.pieces;
@@ -615,7 +614,7 @@ impl HybridBackend for CudaBackend {
         let Down::ByNeuron(down) = ffn.down else { return false };
         assert_eq!(leave.len(), enter.len(), "neurons that leave and enter layer {layer}");
         let is_turned = matches!(weights.down, DownWeights::ByOutput(_));
-        let matrices: Vec<(Matrix, Option<&powerinfer_sparse_ops::WeightMatrix>)> = ffn
+        let matrices: Vec<(Matrix, Option<&WeightMatrix>)> = ffn
             .gate
             .zip(weights.gate.as_ref())
             .map(|(to, from)| (to, Some(from)))
@@ -746,7 +745,7 @@ impl HybridBackend for CudaBackend {
     fn embed(&mut self, step: &Step<'_>) {
         self.begin(step);
         let n = self.n_rows;
-        let p = Parts::of((&self.spec, &self.constants, self.scratch.as_ref()));
+        let p = Parts::new(&self.spec, &self.constants, self.scratch.as_ref());
         let device = self.device.get_mut();
         let tables = self.embedding.as_ref().expect("the embedding is loaded on home");
         let h = p.vectors(p.scratch.pieces.h, n);
@@ -764,7 +763,7 @@ impl HybridBackend for CudaBackend {
         let n = step.rows.len();
         assert_eq!(h.len(), n * self.spec.n_embd, "residual stream of {n} rows");
         self.begin(step);
-        let p = Parts::of((&self.spec, &self.constants, self.scratch.as_ref()));
+        let p = Parts::new(&self.spec, &self.constants, self.scratch.as_ref());
         let device = self.device.get_mut();
         let bytes = bytemuck::cast_slice(h);
         device.gpu().host(p.scratch.inbox)[..bytes.len()].copy_from_slice(bytes);
@@ -791,7 +790,7 @@ impl HybridBackend for CudaBackend {
         self.run_ffn(layer, step.mode, has_bits, n, true);
         let w = dense(&self.layers, layer);
         if let Some(bias) = w.down_bias {
-            let p = Parts::of((&self.spec, &self.constants, self.scratch.as_ref()));
+            let p = Parts::new(&self.spec, &self.constants, self.scratch.as_ref());
             let h = p.vectors(p.scratch.pieces.h, n);
             let bias = w.buffer.piece(bias);
             self.device.get_mut().add_rows(h, None, Some(bias), [n, self.spec.n_embd]);
@@ -803,7 +802,7 @@ impl HybridBackend for CudaBackend {
         let n = self.n_rows;
         assert_eq!(step.rows.len(), n, "rows of the step");
         let spec = &*self.spec;
-        let p = Parts::of((spec, &self.constants, self.scratch.as_ref()));
+        let p = Parts::new(spec, &self.constants, self.scratch.as_ref());
         let device = self.device.get_mut();
         let w = dense(&self.layers, layer);
         let pieces = &p.scratch.pieces;
@@ -839,7 +838,7 @@ impl HybridBackend for CudaBackend {
     fn ffn_input(&mut self, layer: LayerId, step: &Step<'_>, out: &mut FfnInput) {
         let has_bits = self.make_input(layer, step);
         let (n, n_embd, n_ff) = (self.n_rows, self.spec.n_embd, self.spec.n_ff[layer.index()]);
-        let p = Parts::of((&self.spec, &self.constants, self.scratch.as_ref()));
+        let p = Parts::new(&self.spec, &self.constants, self.scratch.as_ref());
         let gpu = self.device.get_mut().gpu();
         let outbox = p.scratch.outbox;
         let (x, bits) = (p.vectors(p.scratch.pieces.ffn_x, n), p.bits(n, n_ff));
@@ -875,7 +874,7 @@ impl HybridBackend for CudaBackend {
         let made = self.made.take().filter(|&(of, _)| of == layer && n == self.n_rows);
         if !is_zero {
             let has_bits = made.map_or(input.mode == ActiveMode::Predictor, |(_, has_bits)| has_bits);
-            let p = Parts::of((&self.spec, &self.constants, self.scratch.as_ref()));
+            let p = Parts::new(&self.spec, &self.constants, self.scratch.as_ref());
             let gpu = self.device.get_mut().gpu();
             if made.is_none() {
                 let (x, bits) = (p.vectors(p.scratch.pieces.ffn_x, n), p.bits(n, n_ff));
@@ -937,7 +936,7 @@ impl HybridBackend for CudaBackend {
         if n == 0 {
             return;
         }
-        let p = Parts::of((spec, &self.constants, self.scratch.as_ref()));
+        let p = Parts::new(spec, &self.constants, self.scratch.as_ref());
         let device = self.device.get_mut();
         let w = self.head.as_ref().expect("the head is loaded on home");
         let h = p.piece(p.scratch.pieces.h).sub(floats(wanted.start * n_embd), floats(n * n_embd));
@@ -960,7 +959,7 @@ impl HybridBackend for CudaBackend {
     fn hidden(&self, out: &mut [f32]) {
         let n = self.n_rows;
         assert_eq!(out.len(), n * self.spec.n_embd, "residual stream of {n} rows");
-        let p = Parts::of((&self.spec, &self.constants, self.scratch.as_ref()));
+        let p = Parts::new(&self.spec, &self.constants, self.scratch.as_ref());
         let mut device = self.device.borrow_mut();
         let h = p.vectors(p.scratch.pieces.h, n);
         device.gpu().download(h, p.scratch.outbox, 0);
@@ -1011,7 +1010,7 @@ impl HybridBackend for CudaBackend {
 impl CudaBackend {
     /// Starts the copy of the partial sum to the host.
     fn bring_sum(&mut self, n: usize) {
-        let p = Parts::of((&self.spec, &self.constants, self.scratch.as_ref()));
+        let p = Parts::new(&self.spec, &self.constants, self.scratch.as_ref());
         let sum = p.vectors(p.scratch.pieces.sum, n);
         self.device.get_mut().gpu().download(sum, p.scratch.sum, 0);
         self.cost.bytes_out += sum.n_bytes() as u64;

@@ -3,6 +3,7 @@
 
 use powerinfer_sparse_ops::{Activation, Gating, Norm, NormKind, Rope, RopeKind, WeightType};
 
+use crate::gpu::Param::{Float, Int, Memory};
 use crate::gpu::{Buffer, Device, Kernel, OfType, Param, Piece, Plain, View};
 
 /// Positions that a block of attention takes.
@@ -52,7 +53,7 @@ pub(crate) struct MatrixView<'a> {
 
 impl<'a> MatrixView<'a> {
     fn param(self) -> Param<'a> {
-        Param::Memory(self.view, self.matrix.n_bytes())
+        Memory(self.view, self.matrix.n_bytes())
     }
 
     fn kernel(self, kernel: OfType) -> Kernel {
@@ -78,7 +79,7 @@ pub(crate) struct Rows<'a> {
 
 impl<'a> Rows<'a> {
     fn param(self, n_rows: usize, n: usize) -> Param<'a> {
-        Param::Memory(self.view, strided(n_rows, n, self.stride))
+        Memory(self.view, strided(n_rows, n, self.stride))
     }
 
     /// The rows from `row` on.
@@ -109,11 +110,11 @@ impl<'a> CacheTables<'a> {
     }
 
     fn caches(self, n_tokens: usize) -> [Param<'a>; 2] {
-        [Param::Memory(self.keys, n_tokens * 8), Param::Memory(self.values, n_tokens * 8)]
+        [Memory(self.keys, n_tokens * 8), Memory(self.values, n_tokens * 8)]
     }
 
     fn positions(self, n_tokens: usize) -> Param<'a> {
-        Param::Memory(self.positions, n_tokens * WORD)
+        Memory(self.positions, n_tokens * WORD)
     }
 }
 
@@ -200,22 +201,22 @@ impl<'a> FfnView<'a> {
     }
 
     fn owned(&self) -> Param<'a> {
-        Param::Memory(self.owned, self.n_owned * WORD)
+        Memory(self.owned, self.n_owned * WORD)
     }
 
     fn x(&self, n_tokens: usize) -> Param<'a> {
-        Param::Memory(self.x, n_tokens * self.n_embd * WORD)
+        Memory(self.x, n_tokens * self.n_embd * WORD)
     }
 
     /// Lists and hidden values are `n_owned` apart.
     fn hidden(&self, n_tokens: usize) -> Param<'a> {
-        Param::Memory(self.hidden, n_tokens * self.n_owned * WORD)
+        Memory(self.hidden, n_tokens * self.n_owned * WORD)
     }
 
     fn list(&self, n_tokens: usize) -> [Param<'a>; 2] {
         [
-            Param::Memory(self.list, n_tokens * self.n_owned * WORD),
-            Param::Memory(self.counts, n_tokens * WORD),
+            Memory(self.list, n_tokens * self.n_owned * WORD),
+            Memory(self.counts, n_tokens * WORD),
         ]
     }
 
@@ -224,15 +225,15 @@ impl<'a> FfnView<'a> {
     }
 
     fn counters(&self) -> Param<'a> {
-        Param::Memory(self.counters, 64)
+        Memory(self.counters, 64)
     }
 
     fn part(&self, n_tokens: usize) -> Param<'a> {
-        Param::Memory(self.part, n_tokens * self.n_chunks() * self.n_embd * WORD)
+        Memory(self.part, n_tokens * self.n_chunks() * self.n_embd * WORD)
     }
 
     fn activation(&self) -> Param<'a> {
-        Param::Int(match self.activation {
+        Int(match self.activation {
             Activation::Relu => 0,
             Activation::Silu => 1,
             Activation::Gelu => 2,
@@ -241,7 +242,7 @@ impl<'a> FfnView<'a> {
     }
 
     fn gating(&self) -> Param<'a> {
-        Param::Int(match self.gating {
+        Int(match self.gating {
             Gating::None => 0,
             Gating::Gate => 1,
             Gating::GateAndUp => 2,
@@ -263,8 +264,6 @@ impl<'a> FfnView<'a> {
         }
     }
 }
-
-use Param::{Float, Int, Memory};
 
 impl Device {
     /// `y[t] = table[ids[t] + row_offset]`, or added to it.
