@@ -177,7 +177,15 @@ impl<'a> Parts<'a> {
         self.piece(piece).sub(0, floats(n * self.spec.n_embd))
     }
 
-    fn norm(&self, device: &mut Device, buffer: &Buffer, norm: NormPieces, x: View<'_>, y: View<'_>, n: usize) {
+    fn norm(
+        &self,
+        device: &mut Device,
+        buffer: &Buffer,
+        norm: NormPieces,
+        x: View<'_>,
+        y: View<'_>,
+        n: usize,
+    ) {
         let (weight, bias) = (buffer.piece(norm.weight), norm.bias.map(|bias| buffer.piece(bias)));
         device.norm(self.spec.norm, weight, bias, x, y, [n, self.spec.n_embd]);
     }
@@ -327,7 +335,8 @@ impl CudaBackend {
         n.saturating_mul(self.spec.kv_dim() * self.kv_type.value_bytes())
     }
 
-    /// Starts a step: positions, ids and the addresses of caches go to the device.
+    /// Starts a step: positions, ids and the addresses of caches go to the device, when it is sure that the ids are in
+    /// the vocabulary and the positions in the caches (TABLES-CHECKED).
     fn begin(&mut self, step: &Step<'_>) {
         let n = step.rows.len();
         expect_rows(self.scratch.as_ref(), n);

@@ -41,7 +41,7 @@ fn failed(call: &str) -> impl Fn(DriverError) -> BackendError {
     move |error| unavailable(format!("{call} failed: {error:?}"))
 }
 
-/// Runs calls of the driver. A function that the driver lacks is a panic in cudarc, and an error here.
+/// Runs calls of the driver, when its library is there (DRIVER-PRESENT). A function that the driver lacks is a panic in cudarc, and an error here.
 fn guarded<T>(calls: impl FnOnce() -> Result<T, BackendError>) -> Result<T, BackendError> {
     // SAFETY: DRIVER-PRESENT; asking whether a library of that name loads runs nothing but its own initialisation.
     if !unsafe { sys::is_culib_present() } {
@@ -57,9 +57,7 @@ fn guarded<T>(calls: impl FnOnce() -> Result<T, BackendError>) -> Result<T, Back
 fn start() -> Result<i32, BackendError> {
     let mut version = 0;
     // SAFETY: DRIVER-PRESENT; the argument is a place for an int.
-    unsafe { sys::cuDriverGetVersion(&raw mut version) }
-        .result()
-        .map_err(failed("cuDriverGetVersion"))?;
+    unsafe { sys::cuDriverGetVersion(&raw mut version) }.result().map_err(failed("cuDriverGetVersion"))?;
     if version < MIN_DRIVER {
         let found = format!("{}.{}", version / 1000, version % 1000 / 10);
         return Err(unavailable(format!("the NVIDIA driver is for CUDA {found}, 12.0 (R525) is needed")));
@@ -118,7 +116,7 @@ struct Driver {
     pinned: Vec<Option<Pinned>>,
 }
 
-/// Memory of the host; the event is recorded behind each copy.
+/// Memory of the host; the event is recorded behind each copy, and whoever wants the bytes waits for it (PINNED-IDLE).
 struct Pinned {
     at: *mut u8,
     n_bytes: usize,
@@ -148,8 +146,8 @@ impl Driver {
         let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let name = result::device::get_name(device).map_err(failed("cuDeviceGetName"))?;
         // SAFETY: DRIVER-HANDLES; the device has just been found.
-        let context = unsafe { result::primary_ctx::retain(device) }
-            .map_err(failed("cuDevicePrimaryCtxRetain"))?;
+        let context =
+            unsafe { result::primary_ctx::retain(device) }.map_err(failed("cuDevicePrimaryCtxRetain"))?;
         let mut driver = Self {
             ordinal,
             name,
@@ -266,12 +264,13 @@ impl Gpu for Driver {
     fn alloc_host(&mut self, n_bytes: usize) -> Result<HostId, BackendError> {
         self.enter();
         // SAFETY: DRIVER-HANDLES; the memory is filled below.
-        let at = unsafe { result::malloc_host(n_bytes.max(1), 0) }.map_err(|_| BackendError::OutOfMemory {
-            backend: NAME.into(),
-            what: "pinned memory of the host".into(),
-            need_bytes: n_bytes as u64,
-            have_bytes: 0,
-        })?;
+        let at =
+            unsafe { result::malloc_host(n_bytes.max(1), 0) }.map_err(|_| BackendError::OutOfMemory {
+                backend: NAME.into(),
+                what: "pinned memory of the host".into(),
+                need_bytes: n_bytes as u64,
+                have_bytes: 0,
+            })?;
         let at = at.cast::<u8>();
         // SAFETY: DRIVER-HANDLES; as many bytes have just been handed out.
         unsafe { at.write_bytes(0, n_bytes) };
@@ -397,9 +396,8 @@ impl Gpu for Driver {
         let params = &mut params[..args.len()];
         let [x, y, z] = grid;
         // SAFETY: LAUNCH-CHECKED, which the caller upholds; the slots live until the call has copied them.
-        let launched = unsafe {
-            result::launch_kernel(function, (x, y, z), (n_threads, 1, 1), 0, self.stream, params)
-        };
+        let launched =
+            unsafe { result::launch_kernel(function, (x, y, z), (n_threads, 1, 1), 0, self.stream, params) };
         launched.unwrap_or_else(|error| panic!("the CUDA device failed to launch {kernel:?}: {error:?}"));
     }
 

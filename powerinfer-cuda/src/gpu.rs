@@ -404,7 +404,7 @@ impl Device {
         }
         let grid = grid.map(|n| u32::try_from(n).expect("grids have 32 bits"));
         // SAFETY: LAUNCH-CHECKED. Views are of live buffers (BUFFER-LIVE), and have just been found as long as the callers in
-        // `kernels.rs` say; tables are written by `Tables` there, which checks them, and by kernels.
+        // `kernels.rs` say; tables are written by kernels, at load, or by `CudaBackend::begin` (TABLES-CHECKED).
         unsafe { self.gpu.launch(kernel, grid, n_threads, &args[..params.len()]) };
     }
 }

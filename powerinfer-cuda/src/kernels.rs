@@ -214,10 +214,7 @@ impl<'a> FfnView<'a> {
     }
 
     fn list(&self, n_tokens: usize) -> [Param<'a>; 2] {
-        [
-            Memory(self.list, n_tokens * self.n_owned * WORD),
-            Memory(self.counts, n_tokens * WORD),
-        ]
+        [Memory(self.list, n_tokens * self.n_owned * WORD), Memory(self.counts, n_tokens * WORD)]
     }
 
     fn marks(&self) -> Param<'a> {

@@ -234,7 +234,11 @@ impl<'w> Loading<'w> {
 }
 
 /// Refuses types without kernels.
-pub(crate) fn check_type(m: &WeightMatrix, role: &'static str, taken: &[WeightType]) -> Result<(), BackendError> {
+pub(crate) fn check_type(
+    m: &WeightMatrix,
+    role: &'static str,
+    taken: &[WeightType],
+) -> Result<(), BackendError> {
     if taken.contains(&m.ty()) {
         return Ok(());
     }
@@ -307,8 +311,8 @@ impl Ffn {
             }
             DownWeights::ByOutput(m) if owned.is_all() => {
                 check_type(m, "FFN down by output", &TYPES)?;
-                let gains = spec.activation.has_exact_zeros()
-                    && matches!(m.ty(), WeightType::F16 | WeightType::BF16);
+                let gains =
+                    spec.activation.has_exact_zeros() && matches!(m.ty(), WeightType::F16 | WeightType::BF16);
                 gains.then(|| m.transposed())
             }
             // Nothing of it is read.

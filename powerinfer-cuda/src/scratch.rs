@@ -156,7 +156,11 @@ pub(crate) struct Scratch {
 }
 
 impl Scratch {
-    pub(crate) fn new(shape: ScratchShape, spec: &ModelSpec, device: &mut Device) -> Result<Self, BackendError> {
+    pub(crate) fn new(
+        shape: ScratchShape,
+        spec: &ModelSpec,
+        device: &mut Device,
+    ) -> Result<Self, BackendError> {
         let (plan, pieces) = shape.plan(spec);
         let buffer = device.alloc(plan, "steps")?;
         device.zero(buffer.piece(pieces.marks));
@@ -173,7 +177,9 @@ impl Scratch {
             ])
         };
         match pinned(device.gpu()) {
-            Ok([tables, inbox, outbox, sum]) => Ok(Self { shape, buffer, pieces, tables, inbox, outbox, sum }),
+            Ok([tables, inbox, outbox, sum]) => {
+                Ok(Self { shape, buffer, pieces, tables, inbox, outbox, sum })
+            }
             Err(error) => {
                 device.free(buffer);
                 Err(error)

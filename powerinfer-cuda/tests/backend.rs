@@ -8,9 +8,9 @@ use powerinfer_cpu::{CpuBackend, CpuOptions, KvType};
 use powerinfer_cuda::{CudaBackend, CudaKvType, CudaOptions};
 use powerinfer_sparse_ops::reference::{ReferenceBackend, Rounding};
 use powerinfer_sparse_ops::{
-    Activation, ActiveMode, BackendError, BlockKind, DensePart, DownWeights, FfnInput, HybridBackend, LayerId,
-    ModelSpec, NeuronId, NeuronSet, SeqId, Step, StepCost, StepRow, TokenId, WeightBytes, WeightMatrix,
-    WeightType,
+    Activation, ActiveMode, BackendError, BlockKind, DensePart, DownWeights, FfnInput, HybridBackend,
+    LayerId, ModelSpec, NeuronId, NeuronSet, SeqId, Step, StepCost, StepRow, TokenId, WeightBytes,
+    WeightMatrix, WeightType,
 };
 use powerinfer_testing::alloc_guard::CountingAllocator;
 use powerinfer_testing::drive::Drive;
@@ -53,7 +53,8 @@ fn random_blocks(like: &WeightMatrix, ty: WeightType, random: &mut Random) -> We
             block[at + 1] = block[at + 1] & 0x83 | 0x18;
         }
     }
-    WeightMatrix::try_new(like.name(), ty, n_rows, n_cols, WeightBytes::from_vec(bytes)).expect("the shape fits")
+    WeightMatrix::try_new(like.name(), ty, n_rows, n_cols, WeightBytes::from_vec(bytes))
+        .expect("the shape fits")
 }
 
 /// A model whose matrices have K types where the width allows it, each type in another role.
@@ -145,7 +146,8 @@ fn a_long_prompt_goes_through_the_kernels_for_many_tokens() {
     if !is_emulated() {
         return;
     }
-    let model = TinyModel::new(TinyOptions { ffn_type: WeightType::Q4_0, n_ff: 160, ..TinyOptions::default() });
+    let model =
+        TinyModel::new(TinyOptions { ffn_type: WeightType::Q4_0, n_ff: 160, ..TinyOptions::default() });
     let tokens: Vec<u32> = (0..50).map(|i| i * 37 % 96).collect();
     let want = reference(&model, &tokens, ActiveMode::Predictor);
     let mut device = loaded(&model, CudaKvType::F32);
@@ -252,7 +254,10 @@ fn whole_layers_and_closed_sums_give_the_logits_of_single_calls_and_move_logits_
                 let moved = (4 * logits.len() as u64, 0);
                 let moved = if closes { (moved.0 + vectors + bits, vectors) } else { moved };
                 assert_eq!((cost.bytes_out, cost.bytes_in), moved, "{what}");
-                assert_eq!(StepCost { bytes_in: want_cost.bytes_in, bytes_out: want_cost.bytes_out, ..cost }, want_cost);
+                assert_eq!(
+                    StepCost { bytes_in: want_cost.bytes_in, bytes_out: want_cost.bytes_out, ..cost },
+                    want_cost
+                );
             }
             let mut h = vec![0.0; 9 * n_embd];
             whole.hidden(&mut h);
@@ -314,7 +319,9 @@ fn neurons_that_are_swapped_give_the_sums_of_those_that_were_loaded() {
         let mut input = FfnInput { mode: ActiveMode::Predictor, ..FfnInput::default() };
         input.x = Random::new(3).normals(3 * model.spec.n_embd, 1.0);
         input.active.reset(3, n_ff);
-        (0..n_ff as u32).filter(|i| i % 5 != 0).for_each(|i| input.active.insert((i % 3) as usize, NeuronId(i)));
+        (0..n_ff as u32)
+            .filter(|i| i % 5 != 0)
+            .for_each(|i| input.active.insert((i % 3) as usize, NeuronId(i)));
         let sums = |backend: &mut dyn HybridBackend| {
             backend.reserve(SeqId(0), 8, 3).expect("there is memory");
             let ticket = backend.ffn_start(LayerId(1), &input);
@@ -413,10 +420,7 @@ fn memory_is_accounted_for_and_limited() {
     };
     assert_eq!(run(everything).expect("just enough").memory_used(), everything);
     let mut left = Vec::new();
-    for (limit, needs) in [
-        (constants + neurons - 1, neurons),
-        (everything - 1, caches),
-    ] {
+    for (limit, needs) in [(constants + neurons - 1, neurons), (everything - 1, caches)] {
         match run(limit) {
             Err(BackendError::OutOfMemory { need_bytes, have_bytes, .. }) => {
                 assert_eq!((need_bytes, have_bytes), (needs, needs - 1));

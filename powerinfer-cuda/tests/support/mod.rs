@@ -78,7 +78,6 @@ impl EmulatedGpu {
                 self.seed = self.seed.wrapping_mul(6364136223846793005).wrapping_add(1);
                 // SAFETY: KERNEL-ADDRESSES; the backend has checked what it launches with (LAUNCH-CHECKED).
                 unsafe { emulator::launch(&name, grid, [n_threads, 1, 1], 0, &args, self.seed) }.unwrap();
-                self.memory.check_guards().unwrap_or_else(|e| panic!("{name}: {e}"));
             }
         }
     }
@@ -132,7 +131,10 @@ impl Gpu for EmulatedGpu {
     }
 
     fn host(&mut self, id: HostId) -> &mut [u8] {
-        self.apart(Self::catch_up);
+        self.apart(|gpu| {
+            gpu.catch_up();
+            gpu.memory.check_guards().unwrap();
+        });
         &mut self.host[id.0]
     }
 
