@@ -3,6 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Instant;
 
 use powerinfer_sparse_ops::{
     Activation, ActiveMode, BackendError, BackendInfo, BlockKind, DensePart, DownWeights, FfnInput,
@@ -296,6 +297,29 @@ impl CudaBackend {
         self.device.borrow().peak()
     }
 
+    /// Seconds that a copy of `n_bytes` on the device takes, as a measure for kernels.
+    ///
+    /// # Errors
+    /// [`BackendError::OutOfMemory`].
+    #[doc(hidden)]
+    pub fn copy_seconds(&mut self, n_bytes: usize) -> Result<f64, BackendError> {
+        const N_COPIES: u32 = 10;
+        let device = self.device.get_mut();
+        let mut plan = Plan::default();
+        let [from, to] = [plan.add(n_bytes), plan.add(n_bytes)];
+        let buffer = device.alloc(plan, "a copy")?;
+        device.gpu().copy(buffer.piece(from), buffer.piece(to));
+        device.gpu().synchronize();
+        let start = Instant::now();
+        for _ in 0..N_COPIES {
+            device.gpu().copy(buffer.piece(from), buffer.piece(to));
+        }
+        device.gpu().synchronize();
+        let seconds = start.elapsed().as_secs_f64() / f64::from(N_COPIES);
+        device.free(buffer);
+        Ok(seconds)
+    }
+
     /// Makes the scratch as large as what is loaded and reserved asks for.
     fn make_room(&mut self, max_rows: usize) -> Result<(), BackendError> {
         let longest = self.sequences.iter().map(|s| s.kv_len).max().unwrap_or(0);
@@ -324,7 +348,16 @@ impl CudaBackend {
         if let Some(old) = self.scratch.take() {
             old.free(device);
         }
-        self.scratch = Some(Scratch::new(shape, &self.spec, device)?);
+        match Scratch::new(shape, &self.spec, device) {
+            Ok(scratch) => self.scratch = Some(scratch),
+            Err(error) => {
+                // What was there fits again, unless somebody else was faster.
+                if self.shape.max_rows > 0 {
+                    self.scratch = Scratch::new(self.shape, &self.spec, device).ok();
+                }
+                return Err(error);
+            }
+        }
         self.shape = shape;
         (self.made, self.pending) = (None, None);
         Ok(())
@@ -726,7 +759,11 @@ impl HybridBackend for CudaBackend {
                 }
             }
         }
-        self.make_room(max_rows)
+        let made = self.make_room(max_rows);
+        if made.is_err() && at.is_none() {
+            self.release(seq);
+        }
+        made
     }
 
     fn kv_copy(&mut self, from: SeqId, to: SeqId, range: Range<u32>) {
@@ -836,7 +873,7 @@ impl HybridBackend for CudaBackend {
         let caches = p.caches(w.kv_layer, n, self.kv_type);
         device.kv_append(caches, k, v, kv_dim, n);
         let mixed = rows(p.piece(pieces.mixed), q_dim);
-        device.attention(caches, q, p.piece(pieces.attention), mixed, heads(spec), self.n_spans, n);
+        device.attention(caches, q, p.piece(pieces.attention), mixed, heads(spec), [self.n_spans, n]);
         product(device, w.output, mixed, rows(h, spec.n_embd), ACCUMULATE);
 
         self.cost.weight_bytes += w.weight_bytes() as u64;

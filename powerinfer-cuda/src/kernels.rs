@@ -402,8 +402,7 @@ impl Device {
         part: View<'_>,
         y: Rows<'_>,
         heads: Heads,
-        n_spans: usize,
-        n_tokens: usize,
+        [n_spans, n_tokens]: [usize; 2],
     ) {
         let Heads { n_head, n_head_kv, head_dim } = heads;
         let at_once = part.n_bytes() / heads.part_bytes(n_spans);

@@ -436,6 +436,15 @@ fn memory_is_accounted_for_and_limited() {
     let error = device.reserve(SeqId(0), usize::MAX, 4).expect_err("more than can be addressed");
     assert!(matches!(error, BackendError::OutOfMemory { .. }), "{error}");
     assert_eq!(device.memory_used(), everything);
+
+    // A reservation that fails leaves what was there as it was.
+    let mut device = run(everything).expect("just enough");
+    device.release(SeqId(1));
+    for (kv_len, max_rows) in [(301, 4), (8, 100_000)] {
+        device.reserve(SeqId(2), kv_len, max_rows).expect_err("too much");
+        assert_eq!(device.memory_used(), with_scratch);
+    }
+    device.embed(&Step { rows: &[row(0, 5)], mode: ActiveMode::Exact });
 }
 
 #[test]

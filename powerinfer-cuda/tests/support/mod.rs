@@ -17,9 +17,14 @@ pub(crate) fn is_emulated() -> bool {
     let required = std::env::var_os("POWERINFER_REQUIRE_EMULATOR").is_some_and(|v| v == "1");
     assert!(emulator::available() || !required, "the emulator is required and was not built");
     if !emulator::available() {
-        eprintln!("not run: the kernels are not emulated on this machine");
+        say_not_run();
     }
     emulator::available()
+}
+
+#[expect(clippy::print_stderr, reason = "a test that does not run says so")]
+fn say_not_run() {
+    eprintln!("not run: the kernels are not emulated on this machine");
 }
 
 /// Bytes of the emulated device.
