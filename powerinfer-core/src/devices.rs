@@ -75,3 +75,17 @@ impl Device {
         })
     }
 }
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use super::*;
+    use powerinfer_testing::tiny::{TinyModel, TinyOptions};
+
+    #[test]
+    fn a_cuda_device_that_is_not_there_is_an_error_with_the_reason() {
+        let model = TinyModel::new(TinyOptions::default());
+        let device = Device::Cuda(CudaOptions { device: 1 << 20, ..CudaOptions::default() });
+        let error = device.backend(&model.spec).err().expect("nobody has so many devices");
+        assert!(matches!(error, BackendError::Unavailable { .. }), "{error}");
+    }
+}

@@ -437,3 +437,28 @@ impl Drop for Driver {
         let _ = unsafe { result::primary_ctx::release(self.device) };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gpu::TYPES;
+
+    #[test]
+    fn every_kernel_is_in_the_text_of_its_module_for_both_generations() {
+        for (ty, is_ampere) in
+            std::iter::once(None).chain(TYPES.map(Some)).flat_map(|ty| [(ty, false), (ty, true)])
+        {
+            let text = ptx(ty, is_ampere);
+            assert!(!text.contains('\0'));
+            let target = if is_ampere { ".target sm_80" } else { ".target sm_61" };
+            assert!(text.contains(target), "{ty:?}: {target}");
+            for kernel in Kernel::of(ty) {
+                let entry = format!(".entry {}(", kernel.name());
+                assert!(text.contains(&entry), "{ty:?}, Ampere {is_ampere}: no `{entry}`");
+                let params =
+                    text.split(&entry).nth(1).and_then(|rest| rest.split(')').next()).unwrap_or_default();
+                assert!(params.matches(".param").count() <= MAX_ARGS, "{}", kernel.name());
+            }
+        }
+    }
+}
