@@ -16,6 +16,13 @@ fn main() {
     }
 }
 
+/// A compiler set up for kernels: with checks that call into the shim where a device would fault.
+fn kernel_compiler() -> cc::Build {
+    let mut build = compiler();
+    build.flag("-xc++").flag("-fsanitize=alignment,bounds,null").flag("-fno-sanitize-recover=all");
+    build
+}
+
 /// A compiler set up for kernels and shim.
 fn compiler() -> cc::Build {
     let mut build = cc::Build::new();
@@ -46,18 +53,16 @@ fn compiler() -> cc::Build {
 
 fn build() -> Result<(), cc::Error> {
     let kernels = Path::new("../powerinfer-cuda/kernels");
-    let mut objects = compiler()
+    let mut objects = kernel_compiler()
         .file(kernels.join("base.cu"))
         .file(kernels.join("int8.cu"))
         .file("shim/selftest.cu")
-        .flag("-xc++")
         .try_compile_intermediates()?;
     for ty in TYPES {
         let file = kernels.join("weight.cu");
         objects.extend(
-            compiler()
+            kernel_compiler()
                 .file(file)
-                .flag("-xc++")
                 .define("WEIGHT", ty)
                 .out_dir(out_dir(ty))
                 .try_compile_intermediates()?,

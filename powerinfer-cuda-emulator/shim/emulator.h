@@ -21,11 +21,13 @@ extern thread_local Dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulator {
 
-enum Meeting { SYNC = 1, SHUFFLE, BALLOT };
+enum Meeting { SYNC = 1, SHUFFLE, BALLOT, SUMS };
 
 // Called by every lane of a warp; hands in a value and gets those of all 32 lanes.
 const unsigned long long* meet(Meeting kind, unsigned mask, unsigned long long value);
 void meet_block();
+// What `warp_sums` of the kernels does, to the bit, in one meeting instead of up to 16. Not done under seeds that are multiples of 16.
+bool sum_at_one_meeting(float* values, int n);
 void shared(void* at, unsigned long long bytes);
 
 template <class T>

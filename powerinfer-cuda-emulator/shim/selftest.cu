@@ -22,6 +22,18 @@ KERNEL(1024, selftest_mask)(u32* out, int n) {
     out[threadIdx.x] = __shfl_sync((u32)n, threadIdx.x, 0);
 }
 
+// A load of 4 bytes at a multiple of 2, which a device refuses.
+KERNEL(1024, selftest_misaligned)(u8* out, int n) {
+    *(u32*)(out + n) += 1;
+}
+
+KERNEL(1024, selftest_bounds)(u32* out, int n) {
+    SHARED(u32, values, 32);
+    values[threadIdx.x + n] = 1;
+    __syncthreads();
+    out[threadIdx.x] = values[threadIdx.x];
+}
+
 // A race: who comes last depends on the order.
 KERNEL(1024, selftest_race)(u32* out, int n) {
     out[0] = threadIdx.x + blockIdx.x * blockDim.x + n;
@@ -35,7 +47,24 @@ KERNEL(1024, selftest_stale)(float* out, int n) {
     values[threadIdx.x] = 1.0f;
 }
 
-// Sum of all threads in five ways, and what the words mean.
+// A barrier is missing between reading the sum of the first round and writing that of the second.
+KERNEL(1024, selftest_missing_barrier)(u32* out, int n) {
+    SHARED(u32, sums, 32);
+    u32 total = 0;
+    for (int round = 1; round <= 2; round++) {
+        u32 ballot = __ballot_sync(FULL_WARP, true);
+        if (threadIdx.x % 32 == 0) {
+            sums[threadIdx.x / 32] = __popc(ballot) * round;
+        }
+        __syncthreads();
+        for (int w = 0; w < (int)blockDim.x / 32; w++) {
+            total += sums[w];
+        }
+    }
+    out[threadIdx.x] = total;
+}
+
+// What the words mean.
 KERNEL(1024, selftest_words)(int* out, int n) {
     SHARED(int, sum, 1);
     int lane = threadIdx.x % 32;
@@ -66,7 +95,10 @@ EMULATED_MODULE(selftest) {
     EMULATED_KERNEL(selftest_block_divergence);
     EMULATED_KERNEL(selftest_warp_divergence);
     EMULATED_KERNEL(selftest_mask);
+    EMULATED_KERNEL(selftest_misaligned);
+    EMULATED_KERNEL(selftest_bounds);
     EMULATED_KERNEL(selftest_race);
+    EMULATED_KERNEL(selftest_missing_barrier);
     EMULATED_KERNEL(selftest_stale);
     EMULATED_KERNEL(selftest_words);
 }

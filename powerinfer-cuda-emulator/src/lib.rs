@@ -2,8 +2,12 @@
 //!
 //! The build script compiles the same `.cu` files with the host's C++ compiler against a small shim in which each
 //! thread of a block is a fiber. Fibers and blocks run in an order drawn from a seed: a kernel whose result depends on the
-//! order gives other bits under another seed. Barriers that not all threads come to are errors, shared memory starts as
-//! NaN. What is not found: races between two barriers that no order of whole fibers shows, and anything about speed.
+//! order gives other bits under another seed. Barriers that not all threads come to are errors, and so are loads that are not
+//! aligned, addresses of 0 and indices past the end of an array; shared memory starts as NaN. What is not found: races
+//! between two barriers that no order of whole fibers shows, and anything about speed.
+//!
+//! Except under seeds that are multiples of 16, the sums over a warp that end a product are made at one meeting of its
+//! lanes instead of several, with the same bits: about three times as fast for small matrices.
 //!
 //! [`Memory`] plays the device's memory, with guard bytes around each piece. Without a C++ compiler the crate builds
 //! all the same and [`available`] says no.

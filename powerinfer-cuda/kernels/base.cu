@@ -148,7 +148,6 @@ DEVICE void attention(const float* q, const u64* k_caches, const u64* v_caches, 
                       int n_head, int n_head_kv, int head_dim, int n_spans, int q_stride, float scale) {
     SHARED(float, queries, HEADS * MAX_HEAD_DIM);
     SHARED(float, scores, HEADS * SPAN);
-    SHARED(float, sums, WARPS * HEADS * 128);
     int heads_per_kv = n_head / n_head_kv, groups = (heads_per_kv + HEADS - 1) / HEADS;
     int kv_head = blockIdx.x / groups, group = blockIdx.x % groups;
     int head0 = kv_head * heads_per_kv + group * HEADS;
@@ -257,26 +256,31 @@ DEVICE void attention(const float* q, const u64* k_caches, const u64* v_caches, 
                 }
             }
         }
+        // The queries have been used; their place holds the sums of four warps for four heads.
+        float* sums = queries;
 #pragma unroll
-        for (int h = 0; h < HEADS; h++) {
-            if (h < n) {
+        for (int h0 = 0; h0 < HEADS; h0 += 4) {
+            if (h0 < n) {
 #pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    sums[(warp * HEADS + h) * 128 + tid % 32 * 4 + k] = mixed[h][k];
+                for (int h = 0; h < 4; h++) {
+#pragma unroll
+                    for (int k = 0; k < 4; k++) {
+                        sums[(warp * 4 + h) * 128 + tid % 32 * 4 + k] = mixed[h0 + h][k];
+                    }
                 }
-            }
-        }
-        __syncthreads();
-        int element = i0 + tid;
-        for (int h = 0; h < n && element < head_dim; h++) {
-            float sum = sums[h * 128 + tid];
+                __syncthreads();
+                int element = i0 + tid;
+                for (int h = 0; h < min(4, n - h0) && element < head_dim; h++) {
+                    float sum = sums[h * 128 + tid];
 #pragma unroll
-            for (int w = 1; w < WARPS; w++) {
-                sum += sums[(w * HEADS + h) * 128 + tid];
+                    for (int w = 1; w < WARPS; w++) {
+                        sum += sums[(w * 4 + h) * 128 + tid];
+                    }
+                    out[(u64)(h0 + h) * n_spans * part_len + element] = sum;
+                }
+                __syncthreads();
             }
-            out[(u64)h * n_spans * part_len + element] = sum;
         }
-        __syncthreads();
     }
 }
 

@@ -30,6 +30,8 @@ DEVICE float nibble_of(u32 word, int i) {
 
 struct PlainColumns {
     static const bool BLOCKS = false;
+    // Chunks of two rows that one lane asks for together where there is one vector.
+    static const int AHEAD = 4;
     DEVICE Columns columns(int i) {
         return {8 * i, 8 * i + 4};
     }
@@ -96,6 +98,7 @@ struct Weights_bf16 : PlainColumns {
 // What block types have no use for: rows are whole blocks.
 struct BlockRows {
     static const bool BLOCKS = true;
+    static const int AHEAD = 4;
     static const int ELEMENT_BYTES = 1;
     DEVICE float one(const u8* row, int i) {
         return 0.0f;
@@ -143,6 +146,8 @@ struct Weights_q4_0 : BlockRows {
 };
 
 struct Weights_q4_k : BlockRows {
+    // More would take over 100 registers.
+    static const int AHEAD = 2;
     DEVICE u64 row_bytes(int n) {
         return (u64)(n / 256) * 144;
     }
@@ -178,6 +183,8 @@ struct Weights_q4_k : BlockRows {
 };
 
 struct Weights_q6_k : BlockRows {
+    // More would take over 100 registers.
+    static const int AHEAD = 2;
     DEVICE u64 row_bytes(int n) {
         return (u64)(n / 256) * 210;
     }

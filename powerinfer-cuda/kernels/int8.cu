@@ -75,7 +75,7 @@ DEVICE void matvec_i8(const u8* w, const i8* q, const float* d, const float* bia
     for (int p = 0; p < N; p++) {
         sums[p] = 0.0f;
     }
-#pragma unroll(T == 1 ? 4 : 1)
+#pragma unroll(T == 1 ? 2 : 1)
     for (int i = lane; i < n_in / 8; i += 32) {
         Columns columns = Weights::columns(i);
         IntChunk chunks[ROWS];

@@ -29,7 +29,7 @@ DEVICE float dot(const u8* const (&rows)[R], const float* const (&x)[T], int n, 
     for (int p = 0; p < R * T; p++) {
         sums[p] = 0.0f;
     }
-#pragma unroll(T == 1 ? 4 : 1)
+#pragma unroll(T == 1 ? Weights::AHEAD : 1)
     for (int i = lane; whole && i < n_chunks; i += 32) {
         float w[R][8];
         Columns columns = Weights::columns(i);

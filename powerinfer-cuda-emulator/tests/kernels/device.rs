@@ -57,7 +57,7 @@ impl Device {
 
     pub(crate) fn launch(&mut self, kernel: &str, grid: [usize; 3], threads: u32, args: &[Arg]) {
         let grid = grid.map(|n| n as u32);
-        self.seed += 1000;
+        self.seed += 1600;
         // SAFETY: KERNEL-ADDRESSES; the tests give buffers of the sizes that the kernels ask for.
         unsafe { launch(kernel, grid, [threads, 1, 1], 0, args, self.seed) }.unwrap();
         self.memory.check_guards().unwrap();
@@ -68,7 +68,8 @@ impl Device {
 pub(crate) fn on_device<T: bytemuck::Pod>(mut work: impl FnMut(&mut Device) -> Vec<T>) -> Vec<T> {
     let mut run = |seed| work(&mut Device { memory: Memory::new(1 << 30), seed });
     let first = run(1);
-    for seed in 2..4 {
+    // Under multiples of 16 lanes meet one by one for their sums.
+    for seed in [2, 16] {
         let again = run(seed);
         let same = bytemuck::cast_slice::<T, u8>(&first) == bytemuck::cast_slice::<T, u8>(&again);
         assert!(same, "other bits with seed {seed}");

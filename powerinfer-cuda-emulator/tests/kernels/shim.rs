@@ -36,7 +36,7 @@ fn broken(kernel: &str, threads: u32, n: i32) -> String {
 }
 
 #[test]
-fn barriers_that_not_all_come_to_are_errors_and_the_next_launch_is_fine() {
+fn broken_rules_are_errors_and_the_next_launch_is_fine() {
     if !can_run() {
         return;
     }
@@ -48,6 +48,13 @@ fn barriers_that_not_all_come_to_are_errors_and_the_next_launch_is_fine() {
         assert!(error.contains("lanes are in different operations, thread"), "{error}");
         let error = broken("selftest_mask", 32, 0xffff);
         assert!(error.contains("a mask that is not the whole warp"), "{error}");
+        let error = broken("selftest_misaligned", 32, 2);
+        assert!(error.contains("selftest.cu:") && error.contains("not aligned (0x"), "{error}");
+        let error = broken("selftest_bounds", 32, 1);
+        assert!(error.contains("an index past the end of an array (0x20), thread 31"), "{error}");
+        // SAFETY: KERNEL-ADDRESSES; the kernel does not come to the address of 0.
+        let null = unsafe { launch("fill_u32", [1; 3], [32, 1, 1], 0, &[NONE, int(1), int(1)], 1) };
+        assert!(null.unwrap_err().to_string().contains("an address of 0"));
         let got: Vec<u32> = on_device(|d| {
             let p = d.alloc::<u32>(64);
             d.launch("selftest_block_divergence", [1, 1, 1], 64, &[p, int(64)]);
@@ -72,6 +79,22 @@ fn the_order_depends_on_the_seed_and_on_nothing_else() {
         let last: BTreeSet<u32> = (0..40).map(|seed| run(seed, grid)).collect();
         assert!(last.len() > 20, "{last:?}");
         assert!((0..40).all(|seed| run(seed, grid) == run(seed, grid)));
+    }
+}
+
+#[test]
+fn a_missing_barrier_shows_under_few_seeds() {
+    if !can_run() {
+        return;
+    }
+    let is_right = |seed| {
+        let mut d = Device { memory: Memory::new(1 << 20), seed };
+        let p = d.alloc::<u32>(128);
+        d.launch("selftest_missing_barrier", [1, 1, 1], 128, &[p, int(0)]);
+        d.download::<u32>(p, 128).iter().all(|&v| v == 128 + 256)
+    };
+    for seeds in [0..8, 8..16, 16..24] {
+        assert!(!seeds.clone().all(is_right), "{seeds:?}");
     }
 }
 
