@@ -178,9 +178,10 @@ impl Model {
             }
             self.backend.head(rows.len() - 1..rows.len(), &mut logits);
         }
-        let seconds = start.elapsed().as_secs_f64() / f64::from(times);
+        let times = f64::from(times.max(1));
+        let seconds = start.elapsed().as_secs_f64() / times;
         let cost = self.backend.take_cost();
-        (seconds, (cost.weight_bytes + cost.kv_bytes) as f64 / f64::from(times) / 1e9)
+        (seconds, (cost.weight_bytes + cost.kv_bytes) as f64 / times / 1e9)
     }
 }
 
@@ -221,6 +222,10 @@ fn run() -> Result<(), Box<dyn Error>> {
             continue;
         }
         let mut model = load(ty)?;
+        // Keys and values that are numbers.
+        for first in [0, 256] {
+            model.step(first, 256, ActiveMode::Exact, 0);
+        }
         if copied == 0.0 {
             copied = 2.0 * 0.5 / model.backend.copy_seconds(500_000_000)?;
             println!("device copy of 0.5 GB: {copied:.0} GB/s");

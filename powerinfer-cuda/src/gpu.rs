@@ -138,8 +138,8 @@ pub enum Arg {
 /// Most arguments that a kernel takes.
 pub const MAX_ARGS: usize = 24;
 
-/// Memory of a device. Only [`Device::alloc`] makes one, so its bytes are there until the device is gone or
-/// [`Device::free`] took it back (BUFFER-LIVE).
+/// Memory of a device. Only the account of the backend makes one, so its bytes are there until the device is gone or
+/// [`Gpu::free`] took it back (BUFFER-LIVE).
 #[derive(Debug)]
 pub struct Buffer {
     at: u64,
