@@ -7,6 +7,8 @@ use powerinfer_sparse_ops::{BackendError, HybridBackend, ModelSpec};
 
 #[cfg(feature = "cpu")]
 pub use powerinfer_cpu::{Certified, CpuLevel, CpuOptions, KvType, WeightHome, default_threads};
+#[cfg(feature = "cuda")]
+pub use powerinfer_cuda::{CudaKvType, CudaOptions, DeviceInfo as CudaDeviceInfo, devices as cuda_devices};
 
 /// What computes.
 #[derive(Clone, Debug)]
@@ -15,6 +17,9 @@ pub enum Device {
     /// The CPU, with threads and the best instruction set that is there.
     #[cfg(feature = "cpu")]
     Cpu(CpuOptions),
+    /// An NVIDIA GPU; an error where the machine has no driver or no device that fits.
+    #[cfg(feature = "cuda")]
+    Cuda(CudaOptions),
     /// The slow backend that the others are compared with.
     Reference(Rounding),
     /// A backend that another crate brings.
@@ -61,8 +66,26 @@ impl Device {
             Self::Cpu(options) => {
                 Box::new(powerinfer_cpu::CpuBackend::new(Arc::clone(spec), options.clone())?)
             }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(options) => {
+                Box::new(powerinfer_cuda::CudaBackend::new(Arc::clone(spec), options.clone())?)
+            }
             Self::Other(make) => make.0(Arc::clone(spec))?,
             Self::Reference(rounding) => Box::new(ReferenceBackend::new(Arc::clone(spec), *rounding)),
         })
+    }
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use super::*;
+    use powerinfer_testing::tiny::{TinyModel, TinyOptions};
+
+    #[test]
+    fn a_cuda_device_that_is_not_there_is_an_error_with_the_reason() {
+        let model = TinyModel::new(TinyOptions::default());
+        let device = Device::Cuda(CudaOptions { device: 1 << 20, ..CudaOptions::default() });
+        let error = device.backend(&model.spec).err().expect("nobody has so many devices");
+        assert!(matches!(error, BackendError::Unavailable { .. }), "{error}");
     }
 }

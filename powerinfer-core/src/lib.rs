@@ -58,6 +58,8 @@ mod vocab;
 // Loading and running.
 #[cfg(feature = "cpu")]
 pub use devices::{Certified, CpuLevel, CpuOptions, KvType, WeightHome, default_threads};
+#[cfg(feature = "cuda")]
+pub use devices::{CudaDeviceInfo, CudaKvType, CudaOptions, cuda_devices};
 pub use devices::{Device, MakeBackend};
 pub use load::{CalibrationChoice, LoadError, LoadOptions, LoadProgress, NoteLevel, Notes, calibration_path};
 pub use model::Model;

@@ -81,9 +81,17 @@ fn only_one_module_names_a_backend_crate() {
     rust_files(&core, &mut files);
     for file in files.iter().filter(|f| !f.ends_with("devices.rs")) {
         let text = fs::read_to_string(file).unwrap();
-        assert!(!code(&text).any(|l| l.contains("powerinfer_cpu")), "{} names a backend", file.display());
+        let names = |l: &str| l.contains("powerinfer_cpu") || l.contains("powerinfer_cuda");
+        assert!(!code(&text).any(names), "{} names a backend", file.display());
     }
-    for name in ["powerinfer-sparse-ops", "powerinfer-gguf", "powerinfer-cpu", "powerinfer-predictor"] {
+    let libraries = [
+        "powerinfer-sparse-ops",
+        "powerinfer-gguf",
+        "powerinfer-cpu",
+        "powerinfer-cuda",
+        "powerinfer-predictor",
+    ];
+    for name in libraries {
         let manifest = fs::read_to_string(root().join(name).join("Cargo.toml")).unwrap();
         let dependencies = manifest.split("[dev-dependencies]").next().unwrap();
         let uses: Vec<&str> = dependencies
