@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use powerinfer_core::placement::Budget;
 use powerinfer_core::tokenizer::PreTokenizer;
 use powerinfer_sparse_ops::WeightType;
 
@@ -37,6 +38,7 @@ pub(crate) enum Command {
     Evaluate(EvaluateArgs),
     Convert(ConvertArgs),
     Quantize(QuantizeArgs),
+    Plan(PlanArgs),
 }
 
 /// Which neurons of the FFN are computed.
@@ -134,6 +136,89 @@ pub(crate) struct ModelArgs {
     pub(crate) recall: Option<f32>,
     #[command(flatten)]
     pub(crate) device: DeviceArgs,
+    #[command(flatten)]
+    pub(crate) placement: PlacementArgs,
+}
+
+/// How much of a GPU is used, and for what.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Placement")]
+pub(crate) struct PlacementArgs {
+    /// Memory of the GPU that may be used: auto for what is free less a reserve, or a size as in 8GiB, 500MiB, 1000B;
+    /// a plain number is GiB; 0 is the CPU alone, as without this flag
+    #[arg(long, value_name = "SIZE", value_parser = budget)]
+    pub(crate) vram_budget: Option<Budget>,
+    /// File that says how often each neuron fires, by which the hottest go to the GPU; MODEL.statistics.safetensors
+    /// beside the model is used if it is there
+    #[arg(long, value_name = "FILE", requires = "vram_budget")]
+    pub(crate) statistics: Option<PathBuf>,
+    /// Take the neurons of this index file (.gpuidx) for the GPU, as PowerInfer writes it, instead of planning
+    #[arg(long, value_name = "FILE", requires = "vram_budget", conflicts_with_all = ["statistics", "reset_gpu_index"])]
+    pub(crate) gpu_index: Option<PathBuf>,
+    /// Plan anew even if MODEL.generated.gpuidx lies beside the model
+    #[arg(long, requires = "vram_budget")]
+    pub(crate) reset_gpu_index: bool,
+    /// Leave all neurons to the CPU; the GPU gets attention and head alone
+    #[arg(long, requires = "vram_budget", conflicts_with_all = ["statistics", "gpu_index", "reset_gpu_index"])]
+    pub(crate) disable_gpu_index: bool,
+}
+
+/// Shows which parts of a model would go where.
+///
+/// Nothing is loaded and no GPU need be there: --machine describes one. The speed is predicted from bytes and
+/// bandwidths; it is no measurement.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  powerinfer plan -m model.gguf --machine rtx4090+ddr5 --vram-budget 8GiB
+  powerinfer plan -m model.gguf --machine rtx2080ti+ddr4 --vram-budget auto --svg plan.svg
+  powerinfer plan --simulate")]
+pub(crate) struct PlanArgs {
+    /// Parts of the machine, joined by +: rtx4090, rtx2080ti; ddr5, ddr4
+    #[arg(long, value_name = "NAME", default_value = "rtx4090+ddr5")]
+    pub(crate) machine: String,
+    /// Context length in tokens; the model's own, at most 4096, unless given
+    #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) ctx_size: Option<u32>,
+    /// Which neurons are computed; the best the file allows unless given
+    #[arg(long, value_enum, value_name = "MODE")]
+    pub(crate) mode: Option<Mode>,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Draw the plan into this file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
+    /// Write the neurons of the first device as an index file that PowerInfer reads
+    #[arg(long, value_name = "FILE")]
+    pub(crate) write_gpu_index: Option<PathBuf>,
+    /// Predict speeds of published models on published machines instead, beside the published figures
+    #[arg(long, conflicts_with_all = ["model", "svg", "write_gpu_index", "vram_budget"])]
+    pub(crate) simulate: bool,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+}
+
+fn budget(text: &str) -> Result<Budget, String> {
+    if text == "auto" {
+        return Ok(Budget::Auto);
+    }
+    let at = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(at);
+    let factor: u64 = match unit.trim() {
+        "B" => 1,
+        "KiB" => 1 << 10,
+        "MiB" => 1 << 20,
+        "GiB" | "" => 1 << 30,
+        _ => return Err("expected auto, or a number with B, KiB, MiB or GiB".to_owned()),
+    };
+    if let Ok(whole) = number.parse::<u64>() {
+        return whole.checked_mul(factor).map(Budget::Bytes).ok_or_else(|| "more than 2^64 bytes".to_owned());
+    }
+    match number.parse::<f64>() {
+        Ok(part) if factor > 1 => Ok(Budget::Bytes((part * factor as f64) as u64)),
+        _ => Err("expected auto, or a number with B, KiB, MiB or GiB".to_owned()),
+    }
 }
 
 #[derive(Debug, Args)]

@@ -50,6 +50,15 @@ pub(crate) enum CliError {
     /// A flag that the chosen device has no use for.
     #[error("{flag} has no meaning for device {device}")]
     FlagWithoutUse { flag: &'static str, device: &'static str },
+    /// A name that describes no machine.
+    #[error(transparent)]
+    Machine(#[from] powerinfer_core::placement::MachineError),
+    /// An index file of neurons.
+    #[error("`{}` cannot be used", path.display())]
+    GpuIndex { path: PathBuf, source: Box<powerinfer_gguf::GpuIndexError> },
+    /// Statistics of neurons.
+    #[error(transparent)]
+    Statistics(PredictorError),
     /// Bad sampling parameters.
     #[error(transparent)]
     Sampling(SamplingError),

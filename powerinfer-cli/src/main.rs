@@ -8,6 +8,7 @@ mod convert;
 mod error;
 mod options;
 mod output;
+mod placement;
 
 use std::error::Error;
 use std::process::ExitCode;
@@ -19,6 +20,12 @@ use command::{bench, calibrate, evaluate, generate, inspect, logits, perplexity,
 use error::CliError;
 
 fn main() -> ExitCode {
+    if let Some(flag) = std::env::args().skip(1).find(|arg| is_layer_flag(arg)) {
+        output::say(&format!(
+            "error: {flag}: neurons are placed, not layers; say how much memory of the GPU may be used with --vram-budget SIZE"
+        ));
+        return ExitCode::from(2);
+    }
     let result = match Cli::parse().command {
         Command::Generate(args) => generate::run(&args),
         Command::Inspect(args) => inspect::run(&args),
@@ -30,6 +37,7 @@ fn main() -> ExitCode {
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Convert(args) => command::convert::run(&args),
         Command::Quantize(args) => quantize::run(&args),
+        Command::Plan(args) => command::plan::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -42,6 +50,12 @@ fn main() -> ExitCode {
             ExitCode::from(error.exit_code())
         }
     }
+}
+
+/// Flags of other programs for the number of layers on a GPU.
+fn is_layer_flag(arg: &str) -> bool {
+    let name = arg.split('=').next().unwrap_or_default();
+    matches!(name, "-ngl" | "--n-gpu-layers" | "--gpu-layers")
 }
 
 /// The error and its sources in one line, without repeating what a source only passes on.

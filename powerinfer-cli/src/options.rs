@@ -17,6 +17,7 @@ use crate::args::{
 };
 use crate::error::CliError;
 use crate::output::{progress_bar, say};
+use crate::placement::{self, Wanted};
 
 /// Where a model comes from.
 #[derive(Clone, Debug)]
@@ -106,6 +107,16 @@ impl Loaded {
 }
 
 pub(crate) fn load_options(args: &ModelArgs, mode: Option<ActiveMode>) -> Result<LoadOptions, CliError> {
+    let Wanted { accelerators, plan, assignment } = placement::on_this_machine(args)?;
+    let on_host = load_options_on_host(args, mode)?;
+    Ok(LoadOptions { accelerators, plan, assignment, ..on_host })
+}
+
+/// As [`load_options`], with everything on the host.
+pub(crate) fn load_options_on_host(
+    args: &ModelArgs,
+    mode: Option<ActiveMode>,
+) -> Result<LoadOptions, CliError> {
     Ok(LoadOptions {
         device: device(&args.device, args.model.as_deref())?,
         activation: args.activation.map(activation),

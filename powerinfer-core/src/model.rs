@@ -212,18 +212,20 @@ impl Model {
     }
 
     /// Plans where the parts of a model file go, by [`LoadOptions::plan`], without loading them; no device need be
-    /// there. `None` if no plan is asked for.
+    /// there. `path` is where a calibration is looked for beside the file. `None` if no plan is asked for.
     ///
     /// # Errors
     /// A [`LoadError`] that names the key or tensor at fault, or says that the statistics are of another model.
-    pub fn plan(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Option<Plan>, LoadError> {
-        let path = path.as_ref();
-        let file = &GgufModel::open(path)?;
+    pub fn plan(
+        file: &GgufModel,
+        path: Option<&Path>,
+        options: &LoadOptions,
+    ) -> Result<Option<Plan>, LoadError> {
         let Some(how) = &options.plan else { return Ok(None) };
         let mut notes = Notes::default();
         let family = Family::of(file)?;
         let spec = spec::read_spec(file, family, options, &mut notes)?;
-        let calibration = load::find_calibration(file, Some(path), options, &mut notes)?;
+        let calibration = load::find_calibration(file, path, options, &mut notes)?;
         let weights = load::read_weights(file, family, &spec, options, calibration.as_ref(), &mut notes)?;
         let has_predictors =
             weights.predictors.iter().any(Option::is_some) && spec.activation.has_exact_zeros();
@@ -328,7 +330,10 @@ fn make_plan(
     how: &PlanOptions,
 ) -> Result<Plan, LoadError> {
     let name = name.unwrap_or(&spec.arch).to_owned();
-    let shape = ModelShape::new(name, spec, &weights.dense, &weights.ffn, &weights.predictors);
+    let mut shape = ModelShape::new(name, spec, &weights.dense, &weights.ffn, &weights.predictors);
+    if !how.neurons {
+        shape.keep_neurons("no neurons are to leave it");
+    }
     let rates = how.statistics.rates(&shape)?;
     Ok(placement::plan(&PlanRequest {
         shape: &shape,

@@ -5,16 +5,20 @@
 mod adaptive;
 mod assignment;
 mod device;
+mod machine;
 mod plan;
 mod rates;
 mod report;
 mod shape;
+mod simulation;
 
 pub(crate) use adaptive::Adaptive;
 pub use adaptive::AdaptiveOptions;
 pub use assignment::{Assignment, AssignmentError, LayerAssignment};
 pub use device::{ALLOCATION_BYTES, Accelerator, Bandwidth, Budget, Host};
+pub use machine::{Machine, MachineError};
 pub use plan::{DevicePlan, PartBytes, Plan, PlanOptions, PlanRequest, Statistics, plan};
 pub use rates::{Rates, RatesError};
 pub use report::PlanTable;
 pub use shape::{LayerShape, ModelShape};
+pub use simulation::{Simulated, Simulation, simulation};

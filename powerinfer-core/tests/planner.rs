@@ -102,7 +102,7 @@ fn between_the_first_neuron_and_the_last_the_card_is_filled() {
         let slack = budget - plan.devices[0].bytes.total();
         // A neuron of each layer, and the rounding of its allocations.
         assert!(slack <= 32 * (neuron + 5 * 256), "{gib} GiB: {slack} bytes are left");
-        assert!(plan.gap < 0.01, "{gib} GiB: gap {}", plan.gap);
+        assert!(plan.gap < 0.015, "{gib} GiB: gap {}", plan.gap);
     }
 }
 
@@ -288,6 +288,7 @@ fn what_is_planned_is_never_less_than_what_a_device_allocates() {
                 statistics: Statistics::Counts(Box::new(counts())),
                 n_ctx: Some(N_CTX),
                 n_seq: 1,
+                neurons: true,
             }),
             n_batch: 8,
             ..LoadOptions::default()
@@ -317,6 +318,7 @@ fn statistics_of_another_model_are_refused() {
                 statistics: Statistics::Counts(Box::new(counts)),
                 n_ctx: None,
                 n_seq: 1,
+                neurons: true,
             }),
             ..LoadOptions::default()
         };

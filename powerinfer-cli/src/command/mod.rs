@@ -8,5 +8,6 @@ pub(crate) mod generate;
 pub(crate) mod inspect;
 pub(crate) mod logits;
 pub(crate) mod perplexity;
+pub(crate) mod plan;
 pub(crate) mod quantize;
 pub(crate) mod tokenize;

@@ -62,6 +62,8 @@ pub struct PlanOptions {
     pub n_ctx: Option<usize>,
     /// Sequences at a time.
     pub n_seq: usize,
+    /// Whether neurons may leave the host, or dense parts alone.
+    pub neurons: bool,
 }
 
 /// What is known of how often neurons are active.

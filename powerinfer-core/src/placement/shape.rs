@@ -127,6 +127,11 @@ impl ModelShape {
         }
     }
 
+    /// Leaves all neurons on the host.
+    pub(crate) fn keep_neurons(&mut self, why: &str) {
+        self.layers.iter_mut().for_each(|layer| layer.stays = Some(why.to_owned()));
+    }
+
     /// A llama-like model of equal layers, for simulations: `weight_bytes` and `predictor_weight_bytes` are bytes of a
     /// weight.
     #[expect(clippy::too_many_arguments, reason = "the numbers of a model card, in their usual order")]

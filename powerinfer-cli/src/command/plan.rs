@@ -1,0 +1,54 @@
+//! `powerinfer plan`: which parts of a model go where, without loading it.
+
+use powerinfer_core::placement::{Machine, Plan, PlanTable};
+use powerinfer_core::{LoadOptions, Model};
+use powerinfer_gguf::GpuIndex;
+
+use crate::args::PlanArgs;
+use crate::error::CliError;
+use crate::options::{self, Source};
+use crate::output::{print, print_json, write_file};
+use crate::placement;
+
+pub(crate) fn run(args: &PlanArgs) -> Result<(), CliError> {
+    if args.simulate {
+        return print(&powerinfer_core::placement::simulation().to_string());
+    }
+    let machine = Machine::named(&args.machine)?;
+    let source = Source::of(args.model.model.as_ref());
+    let n_ctx = args.ctx_size.map(|n| n as usize);
+    let how = placement::plan_options(&args.model, machine.host, machine.devices, n_ctx)?;
+    let options = LoadOptions {
+        plan: Some(how),
+        ..options::load_options_on_host(&args.model, args.mode.map(options::mode))?
+    };
+    let file = source.open()?;
+    let plan = Model::plan(&file, args.model.model.as_deref(), &options)
+        .map_err(|error| source.load_error(error))?
+        .expect("a plan was asked for");
+    if let Some(path) = &args.svg {
+        write_file(path, |out| {
+            let failed = |source| CliError::Write { path: path.clone(), source };
+            out.write_all(plan.to_svg().as_bytes()).map_err(failed)
+        })?;
+    }
+    if let Some(path) = &args.write_gpu_index {
+        let bytes = gpu_index(&plan).to_writer().and_then(powerinfer_gguf::GgufWriter::into_bytes);
+        let bytes = bytes.map_err(|error| CliError::Write {
+            path: path.clone(),
+            source: std::io::Error::other(error.to_string()),
+        })?;
+        write_file(path, |out| {
+            out.write_all(&bytes).map_err(|source| CliError::Write { path: path.clone(), source })
+        })?;
+    }
+    if args.json { print_json(&plan.to_json()) } else { print(&format!("{}\n", PlanTable(&plan))) }
+}
+
+/// The neurons of the first device.
+fn gpu_index(plan: &Plan) -> GpuIndex {
+    GpuIndex {
+        vram_capacity_bytes: plan.devices[0].usable_bytes,
+        layers: plan.assignment.layers.iter().map(|layer| layer.owned[1].clone()).collect(),
+    }
+}
