@@ -1,6 +1,7 @@
 //! The engine over the CPU and emulated devices: wherever dense parts and neurons lie, the logits are those of plain loops
 //! and the greedy text is the same.
 
+#[expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 #[path = "../../powerinfer-core/tests/support/mod.rs"]
 mod model_file;
 mod support;
