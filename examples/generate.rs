@@ -29,6 +29,9 @@ struct Args {
     temp: f32,
     #[arg(short, long)]
     seed: Option<u64>,
+    /// Bytes of the first GPU that may be used; needs the feature `cuda`
+    #[arg(long)]
+    vram_budget: Option<u64>,
     /// dense, exact or predictor; the best the file allows unless given
     #[arg(long, value_parser = mode)]
     mode: Option<ActiveMode>,
@@ -39,11 +42,46 @@ fn mode(name: &str) -> Result<ActiveMode, String> {
     modes.into_iter().find(|mode| mode.name() == name).ok_or_else(|| "dense, exact or predictor".to_owned())
 }
 
+/// Plans for the first GPU.
+#[cfg(feature = "cuda")]
+fn use_gpu(load: &mut LoadOptions, bytes: u64) -> Result<(), String> {
+    use powerinfer::placement::{Accelerator, Bandwidth, Budget, Host, PlanOptions, Statistics};
+    let gpus = powerinfer::cuda_devices().map_err(|error| error.to_string())?;
+    let gpu = gpus.first().ok_or("there is none")?;
+    load.accelerators = vec![Device::Cuda(powerinfer::CudaOptions::default())];
+    load.plan = Some(PlanOptions {
+        host: Host { name: "host".to_owned(), bandwidth: Bandwidth { dense: 50e9, gather: 35e9 } },
+        devices: vec![Accelerator {
+            name: gpu.name.clone(),
+            free_bytes: gpu.free_bytes,
+            budget: Budget::Bytes(bytes),
+            bandwidth: Bandwidth { dense: 400e9, gather: 300e9 },
+            link: 20e9,
+            latency: 15e-6,
+        }],
+        statistics: Statistics::Unknown { rate: 0.2 },
+        n_ctx: None,
+        n_seq: 1,
+        neurons: true,
+    });
+    Ok(())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn use_gpu(_: &mut LoadOptions, _: u64) -> Result<(), String> {
+    Err("the example was built without the feature `cuda`".to_owned())
+}
+
 fn main() -> Result<(), Box<dyn Error>> {
     let args = Args::parse();
     let mut load = LoadOptions { mode: args.mode, ..LoadOptions::default() };
     if let Some(threads) = args.threads {
         load.device = Device::Cpu(CpuOptions { threads, ..CpuOptions::default() });
+    }
+    if let Some(bytes) = args.vram_budget.filter(|&bytes| bytes > 0)
+        && let Err(reason) = use_gpu(&mut load, bytes)
+    {
+        eprintln!("no part of the model is on a GPU, because {reason}");
     }
     let model = match &args.model {
         Some(path) => Model::open(path, &load)?,

@@ -38,6 +38,7 @@ pub(crate) enum Command {
     Evaluate(EvaluateArgs),
     Convert(ConvertArgs),
     Quantize(QuantizeArgs),
+    Profile(ProfileArgs),
     Plan(PlanArgs),
 }
 
@@ -497,6 +498,32 @@ pub(crate) struct CalibrateArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+}
+
+/// Counts how often each neuron of a ReLU model fires.
+///
+/// The model runs over text in mode exact. The result is a file beside the model, by which `plan` and --vram-budget send
+/// the hottest neurons to the GPU.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  powerinfer profile -m model.gguf
+  powerinfer profile -m model.gguf --text books.txt --merge earlier.safetensors")]
+pub(crate) struct ProfileArgs {
+    /// Text like that which the model is to work on; a text that is part of the program unless given
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    pub(crate) text: Vec<PathBuf>,
+    /// Tokens of the text that are used at most
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) tokens: u32,
+    /// Statistics that are added to the new ones
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    pub(crate) merge: Vec<PathBuf>,
+    /// File to write; MODEL.statistics.safetensors, beside the model, unless given
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) out: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) model: ModelArgs,
 }

@@ -50,6 +50,9 @@ pub(crate) enum CliError {
     /// A flag that the chosen device has no use for.
     #[error("{flag} has no meaning for device {device}")]
     FlagWithoutUse { flag: &'static str, device: &'static str },
+    /// `profile`.
+    #[error(transparent)]
+    Profile(powerinfer_core::profile::ProfileError),
     /// A name that describes no machine.
     #[error(transparent)]
     Machine(#[from] powerinfer_core::placement::MachineError),

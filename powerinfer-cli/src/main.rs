@@ -37,6 +37,7 @@ fn main() -> ExitCode {
         Command::Evaluate(args) => evaluate::run(&args),
         Command::Convert(args) => command::convert::run(&args),
         Command::Quantize(args) => quantize::run(&args),
+        Command::Profile(args) => command::profile::run(&args),
         Command::Plan(args) => command::plan::run(&args),
     };
     match result {

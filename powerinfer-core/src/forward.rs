@@ -108,6 +108,13 @@ impl Forward {
         backends.iter_mut().enumerate().filter(move |(i, _)| is_used(*i)).map(|(_, backend)| backend)
     }
 
+    /// The backends that hold neurons of a layer.
+    pub(crate) fn owners(&mut self, layer: LayerId) -> impl Iterator<Item = &mut Box<dyn HybridBackend>> {
+        let Self { backends, route, .. } = self;
+        let start = &route.layers[layer.index()].start;
+        backends.iter_mut().enumerate().filter(|(i, _)| start.contains(i)).map(|(_, backend)| backend)
+    }
+
     /// Runs a step and writes the logits of its rows `wanted`.
     ///
     /// # Shapes

@@ -47,6 +47,7 @@ mod generate;
 mod load;
 mod model;
 pub mod placement;
+pub mod profile;
 pub mod sampling;
 mod session;
 mod spec;

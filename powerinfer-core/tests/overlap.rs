@@ -1,4 +1,5 @@
 //! What the timing model shows of the engine's order of calls: device and host work side by side.
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
 mod support;
 

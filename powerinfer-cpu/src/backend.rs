@@ -149,7 +149,7 @@ struct Head {
 enum Pending {
     Dense(LayerId, Box<LayerWeights>, [Planned; 4]),
     Head(NormWeights, Planned),
-    Ffn(LayerId, PlannedFfn),
+    Ffn(LayerId, Box<PlannedFfn>),
     LowRank(LayerId, [Planned; 2], f32),
 }
 
@@ -302,7 +302,7 @@ impl CpuBackend {
             Certified::Off => false,
         };
         let without = planner.n_bytes();
-        let mut ffns: Vec<&mut PlannedFfn> = pending
+        let mut ffns: Vec<&mut Box<PlannedFfn>> = pending
             .iter_mut()
             .filter_map(|pending| match pending {
                 Pending::Ffn(layer, ffn) => {
@@ -454,7 +454,7 @@ impl HybridBackend for CpuBackend {
         }
         let ffn = PlannedFfn::new(&mut self.planner, &self.spec, weights, owned.clone());
         self.has_relaid |= ffn.is_relaid();
-        self.pending.push(Pending::Ffn(layer, ffn));
+        self.pending.push(Pending::Ffn(layer, Box::new(ffn)));
         Ok(())
     }
 
@@ -707,6 +707,14 @@ impl HybridBackend for CpuBackend {
 
     fn hidden(&self, out: &mut [f32]) {
         out.copy_from_slice(&self.scratch.h[..self.n_rows * self.spec.n_embd]);
+    }
+
+    fn record_fired(&mut self, on: bool) {
+        self.layers.iter_mut().filter_map(|layer| layer.ffn.as_mut()).for_each(|ffn| ffn.record_fired(on));
+    }
+
+    fn take_fired(&mut self, layer: LayerId, counts: &mut [u64]) -> bool {
+        self.layers[layer.index()].ffn.as_mut().is_some_and(|ffn| ffn.take_fired(counts))
     }
 
     fn take_cost(&mut self) -> StepCost {

@@ -66,6 +66,8 @@ pub(crate) struct LayerFfn {
     owned: NeuronSet,
     /// If there are rows for some neurons of the layer only: which.
     gathered: Option<NeuronSet>,
+    /// How often each neuron fired; `None` while nobody counts.
+    fired: Option<Box<[AtomicU64]>>,
 }
 
 #[derive(Debug)]
@@ -167,6 +169,7 @@ impl PlannedFfn {
             },
             owned: self.owned,
             gathered: self.gathered,
+            fired: None,
         }
     }
 
@@ -180,6 +183,31 @@ impl LayerFfn {
     /// sets as [`ActiveBatch::select`](powerinfer_sparse_ops::ActiveBatch::select) makes them.
     pub(crate) fn gathered(&self) -> Option<&NeuronSet> {
         self.gathered.as_ref()
+    }
+
+    /// Begins or ends counting which neurons fire.
+    pub(crate) fn record_fired(&mut self, on: bool) {
+        self.fired = on.then(|| (0..self.n_ff()).map(|_| AtomicU64::new(0)).collect());
+    }
+
+    /// Adds what was counted to `counts [n_ff]` of the whole layer; says whether there was counting.
+    pub(crate) fn take_fired(&mut self, counts: &mut [u64]) -> bool {
+        let Some(fired) = &mut self.fired else { return false };
+        for (i, n) in fired.iter_mut().enumerate() {
+            let neuron = self.gathered.as_ref().map_or(i, |of| of.ids()[i].index());
+            counts[neuron] += std::mem::take(n.get_mut());
+        }
+        true
+    }
+
+    /// Notes whether a neuron fired.
+    #[inline]
+    fn note(&self, neuron: usize, value: f32) {
+        if let Some(fired) = &self.fired
+            && value != 0.0
+        {
+            fired[neuron].fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     pub(crate) fn is_by_output(&self) -> bool {
@@ -415,6 +443,7 @@ fn many(
                 for (bit, value) in values.iter_mut().enumerate() {
                     *value = if wanted >> bit & 1 == 1 { *value } else { 0.0 };
                     n_fired += usize::from(*value != 0.0);
+                    layer.note(block * BLOCK + bit, *value);
                 }
             }
         }
@@ -539,6 +568,7 @@ impl LayerStep<'_> {
             list.neurons[kept] = neuron;
             list.values[kept] = value;
             n_fired += usize::from(value != 0.0);
+            w.note(neuron as usize, value);
             kept += usize::from(dense || value != 0.0);
         }
         list.n = kept;
@@ -660,6 +690,7 @@ impl LayerStep<'_> {
             for (row, up, gate) in batch.values() {
                 let value = self.hidden_value(neuron, gate, up);
                 n_fired += usize::from(value != 0.0);
+                w.note(neuron, value);
                 hidden[row - rows.start][bit] = value;
             }
         }

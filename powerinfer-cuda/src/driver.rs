@@ -226,6 +226,32 @@ fn ptx(ty: Option<WeightType>, is_ampere: bool) -> &'static str {
     }
 }
 
+impl Driver {
+    /// Brings in the module with the kernels of a type, or those of none.
+    fn load_module(&mut self, ty: Option<WeightType>) -> Result<(), BackendError> {
+        let kernels = Kernel::of(ty);
+        if !self.functions[kernels[0].index()].is_null() {
+            return Ok(());
+        }
+        debug_assert!(ty.is_none_or(|ty| type_index(ty).is_some()));
+        self.enter();
+        let text = CString::new(ptx(ty, self.capability >= (8, 0)))
+            .map_err(|_| unavailable("the kernels have a zero in their text"))?;
+        // SAFETY: DRIVER-HANDLES; the image is a text that ends with zero.
+        let module = unsafe { result::module::load_data(text.as_ptr().cast()) }
+            .map_err(failed("cuModuleLoadData of the kernels"))?;
+        self.modules.push(module);
+        for kernel in kernels {
+            let name = kernel.name();
+            let name = CString::new(name).map_err(|_| unavailable("a kernel's name has a zero"))?;
+            // SAFETY: DRIVER-HANDLES; the module has just been loaded.
+            self.functions[kernel.index()] = unsafe { result::module::get_function(module, name) }
+                .map_err(|error| unavailable(format!("no kernel `{}`: {error:?}", kernel.name())))?;
+        }
+        Ok(())
+    }
+}
+
 impl Gpu for Driver {
     fn description(&self) -> String {
         let (major, minor) = self.capability;
@@ -356,26 +382,8 @@ impl Gpu for Driver {
     }
 
     fn load_kernels(&mut self, ty: Option<WeightType>) -> Result<(), BackendError> {
-        let kernels = Kernel::of(ty);
-        if !self.functions[kernels[0].index()].is_null() {
-            return Ok(());
-        }
-        debug_assert!(ty.is_none_or(|ty| type_index(ty).is_some()));
-        self.enter();
-        let text = CString::new(ptx(ty, self.capability >= (8, 0)))
-            .map_err(|_| unavailable("the kernels have a zero in their text"))?;
-        // SAFETY: DRIVER-HANDLES; the image is a text that ends with zero.
-        let module = unsafe { result::module::load_data(text.as_ptr().cast()) }
-            .map_err(failed("cuModuleLoadData of the kernels"))?;
-        self.modules.push(module);
-        for kernel in kernels {
-            let name = kernel.name();
-            let name = CString::new(name).map_err(|_| unavailable("a kernel's name has a zero"))?;
-            // SAFETY: DRIVER-HANDLES; the module has just been loaded.
-            self.functions[kernel.index()] = unsafe { result::module::get_function(module, name) }
-                .map_err(|error| unavailable(format!("no kernel `{}`: {error:?}", kernel.name())))?;
-        }
-        Ok(())
+        // A driver may lack a function that nothing has asked for before.
+        guarded(|| self.load_module(ty))
     }
 
     unsafe fn launch(&mut self, kernel: Kernel, grid: [u32; 3], n_threads: u32, args: &[Arg]) {

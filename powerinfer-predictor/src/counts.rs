@@ -78,7 +78,8 @@ impl ActivationCounts {
         }
     }
 
-    /// Adds counts on other text.
+    /// Adds counts on other text. Counts without a fingerprint are taken for those of the same model if their shape is
+    /// the same.
     ///
     /// # Errors
     /// [`PredictorError::OtherModel`] or [`PredictorError::Shape`] if they are of another model; nothing is added then.
@@ -94,9 +95,16 @@ impl ActivationCounts {
                 got: shape(other),
             });
         }
-        self.n_tokens = self.n_tokens.saturating_add(other.n_tokens);
+        // The file has 63 bits for each number; no count is above the number of tokens.
+        let sum = self.n_tokens.checked_add(other.n_tokens).filter(|&n| i64::try_from(n).is_ok());
+        self.n_tokens = sum.ok_or_else(|| PredictorError::BadCount {
+            tensor: TOKENS.to_owned(),
+            neuron: 0,
+            count: i64::MAX,
+            n_tokens: i64::MAX,
+        })?;
         for (counts, other) in self.layers.iter_mut().zip(&other.layers) {
-            counts.iter_mut().zip(other).for_each(|(count, other)| *count = count.saturating_add(*other));
+            counts.iter_mut().zip(other).for_each(|(count, other)| *count += other);
         }
         self.fingerprint = self.fingerprint.take().or_else(|| other.fingerprint.clone());
         Ok(())

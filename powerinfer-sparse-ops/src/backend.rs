@@ -363,6 +363,21 @@ pub trait HybridBackend: Send {
     /// `out [n_rows, n_embd]`.
     fn hidden(&self, out: &mut [f32]);
 
+    /// Begins or ends counting which neurons fire; backends that cannot count do nothing.
+    fn record_fired(&mut self, on: bool) {
+        let _ = on;
+    }
+
+    /// Adds to `counts` for how many tokens each held neuron of a layer had a hidden value other than zero, since
+    /// counting began or the last call, and says whether it counts.
+    ///
+    /// # Shapes
+    /// `counts [n_ff]`.
+    fn take_fired(&mut self, layer: LayerId, counts: &mut [u64]) -> bool {
+        let _ = (layer, counts);
+        false
+    }
+
     /// What was read, moved and computed since the last call.
     fn take_cost(&mut self) -> StepCost;
 }

@@ -9,5 +9,6 @@ pub(crate) mod inspect;
 pub(crate) mod logits;
 pub(crate) mod perplexity;
 pub(crate) mod plan;
+pub(crate) mod profile;
 pub(crate) mod quantize;
 pub(crate) mod tokenize;

@@ -88,8 +88,18 @@ impl Rates {
     /// Rates of a power law, `rate(i) ∝ (i + 1)^-a`, at most 1, in which the share `hot` of the neurons makes 80 % of
     /// the activations and the share `active` of the neurons is active for a token: the skew that papers report.
     pub fn skewed(shape: &ModelShape, active: f64, hot: f64) -> Self {
-        let layers = shape.layers.iter().map(|layer| power_law(layer.n_ff, active, hot)).collect();
-        Self::new(layers)
+        // Most models have layers of one width.
+        let mut last: Option<LayerRates> = None;
+        let layers = shape.layers.iter().map(|layer| {
+            let made = last.take().filter(|last| last.order.len() == layer.n_ff);
+            let made = made.unwrap_or_else(|| {
+                let one = Self::new(vec![power_law(layer.n_ff, active, hot)]);
+                one.layers.into_iter().next().expect("one layer")
+            });
+            last = Some(made.clone());
+            made
+        });
+        Self { layers: layers.collect() }
     }
 
     /// The neurons of a layer, hottest first.
@@ -109,8 +119,8 @@ fn power_law(n: usize, active: f64, hot: f64) -> Vec<f32> {
     let rates = |a: f64| -> Vec<f64> {
         let raw: Vec<f64> = (0..n).map(|i| ((i + 1) as f64).powf(-a)).collect();
         // Scaled so that the sum is right with every rate at most 1.
-        let (mut low, mut high) = (0.0, 1e12);
-        for _ in 0..100 {
+        let (mut low, mut high) = (0.0, 1e6 * n as f64);
+        for _ in 0..60 {
             let middle = f64::midpoint(low, high);
             let sum: f64 = raw.iter().map(|r| (r * middle).min(1.0)).sum();
             if sum < active * n as f64 { low = middle } else { high = middle }
@@ -122,7 +132,7 @@ fn power_law(n: usize, active: f64, hot: f64) -> Vec<f32> {
         rates[..n_hot].iter().sum::<f64>() / rates.iter().sum::<f64>()
     };
     let (mut low, mut high) = (0.0, 8.0);
-    for _ in 0..60 {
+    for _ in 0..30 {
         let middle = f64::midpoint(low, high);
         if top(&rates(middle)) < 0.8 { low = middle } else { high = middle }
     }

@@ -153,8 +153,8 @@ fn simulate(case: &Case) -> Simulated {
     let none = shape(0.0);
     let mut machine = Machine::named(case.machine).expect("the parts of the cases are in the file");
     machine.devices[0].budget = Budget::Auto;
+    let rates = Rates::skewed(&none, case.active, case.hot);
     let run = |shape: &ModelShape, mode, devices: &[super::Accelerator]| {
-        let rates = Rates::skewed(shape, case.active, case.hot);
         let request = PlanRequest {
             shape,
             rates: &rates,

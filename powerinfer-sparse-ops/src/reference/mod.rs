@@ -38,6 +38,8 @@ pub struct ReferenceBackend {
     /// Partial sums between `ffn_start` and `ffn_finish`, by slot.
     pending: HashMap<u32, Vec<f32>>,
     next_slot: u32,
+    /// For each layer, how often its neurons fired, `[n_ff]`; `None` while nobody counts.
+    fired: Option<Vec<Vec<u64>>>,
     cost: StepCost,
 }
 
@@ -62,6 +64,7 @@ impl ReferenceBackend {
             n_rows: 0,
             pending: HashMap::new(),
             next_slot: 0,
+            fired: None,
             cost: StepCost::default(),
         }
     }
@@ -372,6 +375,7 @@ impl HybridBackend for ReferenceBackend {
         let n_embd = self.spec.n_embd;
         let n_rows = input.active.n_rows();
         assert_eq!(input.x.len(), n_rows * n_embd, "FFN input of layer {layer}: [{n_rows}, {n_embd}]");
+        let mut fired = self.fired.take();
         let (ffn, owned) = self.layers[layer.index()].ffn.as_ref().expect("the layer's FFN is loaded");
         let mut read = RowsRead::new(ffn);
         let mut sums = vec![0.0; n_rows * n_embd];
@@ -382,10 +386,15 @@ impl HybridBackend for ReferenceBackend {
             read.cost.fired_neurons += hidden.iter().filter(|&&v| v != 0.0).count() as u64;
             let acc = &mut sums[row * n_embd..(row + 1) * n_embd];
             self.down(work, &hidden, acc, &mut read);
+            if let Some(counts) = &mut fired {
+                let counts = &mut counts[layer.index()];
+                counts.iter_mut().zip(&hidden).for_each(|(n, &value)| *n += u64::from(value != 0.0));
+            }
         }
         read.cost.owned_neurons = (n_rows * owned.len()) as u64;
         let cost = read.total(ffn);
         self.cost += cost;
+        self.fired = fired;
         let slot = self.next_slot;
         self.next_slot = slot.wrapping_add(1);
         self.pending.insert(slot, sums);
@@ -418,6 +427,16 @@ impl HybridBackend for ReferenceBackend {
 
     fn hidden(&self, out: &mut [f32]) {
         out.copy_from_slice(&self.h);
+    }
+
+    fn record_fired(&mut self, on: bool) {
+        self.fired = on.then(|| self.spec.n_ff.iter().map(|&n_ff| vec![0; n_ff]).collect());
+    }
+
+    fn take_fired(&mut self, layer: LayerId, counts: &mut [u64]) -> bool {
+        let Some(fired) = &mut self.fired else { return false };
+        counts.iter_mut().zip(&mut fired[layer.index()]).for_each(|(to, n)| *to += std::mem::take(n));
+        true
     }
 
     fn take_cost(&mut self) -> StepCost {
