@@ -12,6 +12,10 @@ use super::Assignment;
 /// be `hysteresis` times what it costs. The host keeps the weights of all neurons meanwhile, and computes those that no
 /// device holds.
 ///
+/// Rates are those of the active sets that predictors make. In the modes `dense` and `exact` every neuron is in them, so
+/// that nothing moves. A prompt's batches are computed by the host for all of its neurons, which is slower than with a
+/// placement that stays.
+///
 /// Sums are added in another order after an exchange, so logits differ in their last bits, as they do between two
 /// placements.
 #[derive(Clone, Copy, Debug, PartialEq)]
