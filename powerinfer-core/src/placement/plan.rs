@@ -11,12 +11,14 @@
 //!
 //! For each layer the planner looks at every choice of home and at numbers of neurons, hottest first, and keeps the
 //! lower convex hull of (bytes, time): what more bytes save. The steps of all hulls are taken in the order of seconds
-//! saved for a byte, as far as they fit; the first that does not fit is taken in part. The same steps with the last one
-//! in fractions are the linear relaxation, a bound that no placement beats but for the width of a step; the plan says
-//! how far it is from it ([`Plan::gap`]).
+//! saved for a byte, as far as they fit: of neurons a part, of a home all or nothing. A few other numbers of homes are tried
+//! as well. The same steps with the last one in fractions are the linear relaxation, a bound that no placement on this
+//! device beats but for the width of a step; the plan says how far it is from it ([`Plan::gap`]).
 //!
-//! Several devices are filled one after the other, each with what is still on the host.
+//! Several devices are filled one after the other, each with what is still on the host; nothing is said of how far that
+//! is from the best placement on all of them.
 
+use std::borrow::Cow;
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 
@@ -98,7 +100,8 @@ pub struct Plan {
     pub token_seconds: f64,
     /// Seconds of a token with everything on the host.
     pub host_seconds: f64,
-    /// How much longer a token takes than by the linear relaxation, as a share of that; the sum over devices.
+    /// How much longer a token takes than by the linear relaxation, as a share of that. With several devices the largest
+    /// such share, each for its device given what those before it hold.
     pub gap: f64,
 }
 
@@ -158,6 +161,13 @@ struct LayerState {
     ends: Vec<usize>,
 }
 
+impl LayerState {
+    /// How many neurons devices hold.
+    fn n_placed(&self) -> usize {
+        self.ends.last().copied().unwrap_or(0)
+    }
+}
+
 /// A choice for a layer on the device that is filled.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Choice {
@@ -175,6 +185,16 @@ enum Homes {
     WherePays,
     /// The first so many layers have to, the others do not.
     First(usize),
+}
+
+/// The lower convex hulls of the choices for a layer, see [`Planner::hull`].
+struct Hulls {
+    /// Its home may move or not.
+    any: Vec<Choice>,
+    /// Its home does not move.
+    stays: Vec<Choice>,
+    /// Its home moves, if it is not on a device already.
+    moves: Option<Vec<Choice>>,
 }
 
 /// Numbers of neurons that are looked at for a layer.
@@ -195,14 +215,13 @@ pub fn plan(request: &PlanRequest<'_>) -> Plan {
     let mut planner =
         Planner { request: *request, layers: vec![LayerState { home: 0, ends: vec![] }; n_layer], head: 0 };
     let host_seconds = planner.token_seconds();
-    let mut gap = 0.0;
-    let mut devices = Vec::new();
+    let mut gap = 0f64;
+    let mut devices = Vec::with_capacity(request.devices.len());
     for device in 0..request.devices.len() {
         let (reasons, device_gap) = planner.fill(device);
-        gap += device_gap;
-        devices.push((device, reasons));
+        gap = gap.max(device_gap);
+        devices.push(planner.describe(device, reasons));
     }
-    let devices = devices.into_iter().map(|(device, reasons)| planner.describe(device, reasons)).collect();
     Plan {
         token_seconds: planner.token_seconds(),
         assignment: planner.assignment(),
@@ -311,7 +330,7 @@ impl Planner<'_> {
     fn choice(&self, device: usize, layer: usize, moves_home: bool, n: usize) -> Choice {
         let state = &self.layers[layer];
         let shape = self.layer(layer);
-        let first = state.ends.last().copied().unwrap_or(0);
+        let first = state.n_placed();
         let mut ends = state.ends.clone();
         ends.push(first + n);
         let home = if moves_home { device + 1 } else { state.home };
@@ -328,7 +347,7 @@ impl Planner<'_> {
     fn hull(&self, device: usize, layer: usize, least: usize, homes: &[bool]) -> Vec<Choice> {
         let state = &self.layers[layer];
         let shape = self.layer(layer);
-        let first = state.ends.last().copied().unwrap_or(0);
+        let first = state.n_placed();
         let left = if shape.stays.is_some() { 0 } else { shape.n_ff - first };
         let mut choices = Vec::with_capacity(2 * GRID + 4);
         for &moves_home in homes {
@@ -358,55 +377,58 @@ impl Planner<'_> {
     /// Fills a device; what is to be said about it, and how far from the bound it ends.
     fn fill(&mut self, device: usize) -> (Vec<String>, f64) {
         let accelerator = &self.request.devices[device];
-        let mut reasons = Vec::new();
         let steps = self.request.shape.step_bytes(self.request.n_batch);
         let usable = accelerator.usable_bytes();
-        self.layers.iter_mut().for_each(|l| l.ends.push(l.ends.last().copied().unwrap_or(0)));
-        if usable == 0 {
-            reasons.push(match accelerator.budget {
+        let why_nothing = if usable == 0 {
+            Some(match accelerator.budget {
                 super::Budget::Bytes(0) => "the budget is 0".to_owned(),
                 _ => format!(
                     "{} bytes are free, {} of them are left to the driver",
                     accelerator.free_bytes,
                     Accelerator::RESERVE_BYTES
                 ),
-            });
-            return (reasons, 0.0);
-        }
-        // What was pushed belongs to this device: choices replace it.
-        self.layers.iter_mut().for_each(|l| {
-            l.ends.pop();
-        });
-        let Some(left) = usable.checked_sub(steps) else {
-            self.layers.iter_mut().for_each(|l| l.ends.push(l.ends.last().copied().unwrap_or(0)));
-            reasons.push(format!(
-                "a step of {} tokens works in {steps} bytes, {} more than the {usable} that may be used",
-                self.request.n_batch,
-                steps - usable
-            ));
-            return (reasons, 0.0);
+            })
+        } else {
+            (usable < steps).then(|| {
+                format!(
+                    "a step of {} tokens works in {steps} bytes, {} more than the {usable} that may be used",
+                    self.request.n_batch,
+                    steps - usable
+                )
+            })
         };
-        let seconds = self.layers.iter().enumerate();
-        let before: f64 = seconds.map(|(i, l)| self.layer_seconds(i, l.home, &l.ends)).sum();
-        let bound = self.most_saved(device, left);
-        let head_saves = self.head_saves(device);
-        // Hand-overs belong to no layer, so moving homes has to prove itself as a whole.
-        let (layers, head) = (self.layers.clone(), self.head);
-        let start = || Planner { request: self.request, layers: layers.clone(), head };
-        let mut nothing = start();
-        nothing.layers.iter_mut().for_each(|l| l.ends.push(l.ends.last().copied().unwrap_or(0)));
-        let mut best = nothing;
+        if let Some(reason) = why_nothing {
+            self.take_nothing();
+            return (vec![reason], 0.0);
+        }
+        let left = usable - steps;
+        let hulls = self.hulls(device);
+        let bound = self.token_seconds() - self.most_saved(device, left, &hulls);
+        let too_small = self.take_best(device, left, &hulls);
+        let gap = if bound > 0.0 { (self.token_seconds() / bound - 1.0).max(0.0) } else { 0.0 };
+        (self.reasons(device, usable, too_small), gap)
+    }
+
+    /// Leaves a device empty.
+    fn take_nothing(&mut self) {
+        self.layers.iter_mut().for_each(|l| l.ends.push(l.n_placed()));
+    }
+
+    /// Takes the best of a few ways to fill a device. Hand-overs between homes belong to no step, so only whole ways show
+    /// whether moving homes pays. Gives the first step that did not fit, and the bytes that were left then.
+    fn take_best(&mut self, device: usize, left: u64, hulls: &[Hulls]) -> Option<(u64, u64)> {
+        let start = self.clone();
+        self.take_nothing();
         let mut too_small = None;
         let mut consider = |homes: Homes, with_head: bool| {
-            let mut variant = start();
-            let taken = variant.take_steps(device, left, homes, with_head);
-            if let Some(not_fitting) = taken {
+            let mut way = start.clone();
+            if let Some(not_fitting) = way.take_steps(device, left, hulls, homes, with_head) {
                 too_small = too_small.or(not_fitting);
-                if variant.token_seconds() < best.token_seconds() {
-                    best = variant.clone();
+                if way.token_seconds() < self.token_seconds() {
+                    self.clone_from(&way);
                 }
             }
-            variant.layers.iter().filter(|l| l.home == device + 1).count()
+            way.layers.iter().filter(|l| l.home == device + 1).count()
         };
         let n_moved = consider(Homes::WherePays, true);
         // The last home that did not fit may be worth some neurons, and the last that did less than others.
@@ -415,14 +437,19 @@ impl Planner<'_> {
             consider(Homes::First(n), false);
         }
         consider(Homes::First(0), true);
-        (self.layers, self.head) = (best.layers, best.head);
-        let is_empty = self.layers.iter().all(|l| {
-            l.home != device + 1 && {
-                let (from, to) = self.range(l, device);
-                from == to
-            }
-        });
-        if is_empty && self.head != device + 1 {
+        too_small
+    }
+
+    /// What is to be said about a device that has been filled.
+    fn reasons(&self, device: usize, usable: u64, too_small: Option<(u64, u64)>) -> Vec<String> {
+        let mut reasons = Vec::new();
+        let n_bytes = self.describe(device, Vec::new()).bytes.total();
+        let is_all = self
+            .layers
+            .iter()
+            .zip(&self.request.shape.layers)
+            .all(|(l, s)| l.home > 0 && l.n_placed() == s.n_ff);
+        if n_bytes == 0 {
             reasons.push(match too_small {
                 Some((need, left)) => format!(
                     "the part that gains most needs {need} bytes, {} more than the {left} that are left beside a step",
@@ -430,51 +457,42 @@ impl Planner<'_> {
                 ),
                 None => "nothing saves as much as its exchange with the host costs".to_owned(),
             });
-        }
-        let n_layer = self.layers.len();
-        let unused = usable.saturating_sub(self.describe(device, Vec::new()).bytes.total());
-        let is_all = self
-            .layers
-            .iter()
-            .zip(&self.request.shape.layers)
-            .all(|(l, s)| l.home > 0 && l.ends.last() == Some(&s.n_ff));
-        if !is_empty && !is_all && unused > usable / 100 {
+        } else if !is_all && usable - n_bytes > usable / 100 {
             reasons.push(format!(
-                "{} are left empty: more neurons would keep this device busy for longer than the others",
-                super::report::size(unused)
+                "{} are left empty: nothing more that fits there saves time",
+                super::report::size(usable - n_bytes)
             ));
         }
-        let stays = (0..n_layer).filter_map(|layer| self.layer(layer).stays.as_ref()).collect::<Vec<_>>();
+        let stays: Vec<&String> =
+            self.request.shape.layers.iter().filter_map(|layer| layer.stays.as_ref()).collect();
         if let Some(first) = stays.first() {
             reasons.push(format!("the neurons of {} layers stay on the host: {first}", stays.len()));
         }
-        let seconds = self.layers.iter().enumerate();
-        let after: f64 = seconds.map(|(i, l)| self.layer_seconds(i, l.home, &l.ends)).sum();
-        let head_saved = if self.head == device + 1 { head_saves } else { 0.0 };
-        let saved = before - after + head_saved;
-        let best = before + self.request.shape.head_bytes as f64 / self.dense_bandwidth(0) - bound;
-        (reasons, if best > 0.0 { (bound - saved).max(0.0) / best } else { 0.0 })
+        reasons
     }
 
-    /// Seconds saved by the head on a device.
-    fn head_saves(&self, device: usize) -> f64 {
-        self.request.shape.head_bytes as f64
-            * (1.0 / self.dense_bandwidth(self.head) - 1.0 / self.dense_bandwidth(device + 1))
-    }
-
-    /// The head as a step, if it saves anything.
+    /// The head as a step, what a byte saves and the bytes, if it saves anything.
     fn head_step(&self, device: usize) -> Option<(f64, u64)> {
         let bytes = self.request.shape.head_bytes;
-        let saves = self.head_saves(device);
-        (self.head == 0 && bytes > 0 && saves > 0.0).then(|| (saves / bytes as f64, bytes))
+        let per_byte = 1.0 / self.dense_bandwidth(0) - 1.0 / self.dense_bandwidth(device + 1);
+        (self.head == 0 && bytes > 0 && per_byte > 0.0).then_some((per_byte, bytes))
+    }
+
+    /// The hulls of all layers.
+    fn hulls(&self, device: usize) -> Vec<Hulls> {
+        let hulls = |layer| Hulls {
+            any: self.hull(device, layer, 0, &[false, true]),
+            stays: self.hull(device, layer, 0, &[false]),
+            moves: (self.layers[layer].home == 0).then(|| self.hull(device, layer, 0, &[true])),
+        };
+        (0..self.layers.len()).map(hulls).collect()
     }
 
     /// What `left` bytes save at most: the linear relaxation.
-    fn most_saved(&self, device: usize, left: u64) -> f64 {
+    fn most_saved(&self, device: usize, left: u64, hulls: &[Hulls]) -> f64 {
         let mut steps: Vec<(f64, u64)> = self.head_step(device).into_iter().collect();
-        for layer in 0..self.layers.len() {
-            let hull = self.hull(device, layer, 0, &[false, true]);
-            steps.extend(hull.windows(2).map(|w| (saved_per_byte(&w[0], &w[1]), w[1].bytes - w[0].bytes)));
+        for Hulls { any, .. } in hulls {
+            steps.extend(any.windows(2).map(|w| (saved_per_byte(&w[0], &w[1]), w[1].bytes - w[0].bytes)));
         }
         steps.sort_by(|a, b| b.0.total_cmp(&a.0));
         let (mut saved, mut left) = (0.0, left as f64);
@@ -493,29 +511,29 @@ impl Planner<'_> {
         &mut self,
         device: usize,
         mut left: u64,
+        hulls: &[Hulls],
         homes: Homes,
         with_head: bool,
     ) -> Option<Option<(u64, u64)>> {
         let n_layer = self.layers.len();
         // Best first, the first layer where they are equal.
         let mut queue = BinaryHeap::new();
-        let mut hulls: Vec<Vec<Choice>> = Vec::with_capacity(n_layer);
+        let mut now: Vec<Cow<'_, [Choice]>> = Vec::with_capacity(n_layer);
         let mut at = vec![0; n_layer];
         let push = |queue: &mut BinaryHeap<Queued>, hull: &[Choice], at: usize, layer: usize| {
             if at + 1 < hull.len() {
                 queue.push(Queued { per_byte: saved_per_byte(&hull[at], &hull[at + 1]), layer });
             }
         };
-        for layer in 0..n_layer {
-            let homes: &[bool] = match homes {
-                Homes::WherePays => &[false, true],
-                Homes::First(n) if layer < n && self.layers[layer].home == 0 => &[true],
-                Homes::First(_) => &[false],
+        for (layer, hulls) in hulls.iter().enumerate() {
+            let hull = match (homes, &hulls.moves) {
+                (Homes::WherePays, _) => &hulls.any,
+                (Homes::First(n), Some(moves)) if layer < n => moves,
+                (Homes::First(_), _) => &hulls.stays,
             };
-            let hull = self.hull(device, layer, 0, homes);
             left = left.checked_sub(hull[0].bytes)?;
-            push(&mut queue, &hull, 0, layer);
-            hulls.push(hull);
+            push(&mut queue, hull, 0, layer);
+            now.push(Cow::Borrowed(hull));
         }
         if let Some((per_byte, _)) = self.head_step(device).filter(|_| with_head) {
             queue.push(Queued { per_byte, layer: n_layer });
@@ -532,33 +550,33 @@ impl Planner<'_> {
                 }
                 continue;
             }
-            let (from, to) = (hulls[layer][at[layer]], hulls[layer][at[layer] + 1]);
+            let (from, to) = (now[layer][at[layer]], now[layer][at[layer] + 1]);
             let bytes = to.bytes - from.bytes;
             if bytes <= left {
                 left -= bytes;
                 at[layer] += 1;
-                push(&mut queue, &hulls[layer], at[layer], layer);
+                push(&mut queue, &now[layer], at[layer], layer);
                 continue;
             }
             too_small.get_or_insert((bytes, left));
             if from.moves_home == to.moves_home {
                 if let Some(part) = self.part_of(device, layer, from, to, left) {
                     left -= part.bytes - from.bytes;
-                    hulls[layer] = vec![part];
+                    now[layer] = Cow::Owned(vec![part]);
                     at[layer] = 0;
                 }
             } else {
-                hulls[layer] = self.hull(device, layer, from.n, &[from.moves_home]);
+                now[layer] = Cow::Owned(self.hull(device, layer, from.n, &[from.moves_home]));
                 at[layer] = 0;
-                push(&mut queue, &hulls[layer], 0, layer);
+                push(&mut queue, &now[layer], 0, layer);
             }
         }
         for (layer, state) in self.layers.iter_mut().enumerate() {
-            let choice = hulls[layer][at[layer]];
+            let choice = now[layer][at[layer]];
             if choice.moves_home {
                 state.home = device + 1;
             }
-            state.ends.push(state.ends.last().copied().unwrap_or(0) + choice.n);
+            state.ends.push(state.n_placed() + choice.n);
         }
         Some(too_small)
     }
@@ -627,7 +645,7 @@ impl Planner<'_> {
             let set = |(from, to): (usize, usize)| {
                 NeuronSet::from_ids(n_ff, order[from..to].iter().copied().map(NeuronId))
             };
-            let last = state.ends.last().copied().unwrap_or(0);
+            let last = state.n_placed();
             let devices = (0..self.request.devices.len()).map(|device| set(self.range(state, device)));
             let owned = std::iter::once(set((last, n_ff))).chain(devices).collect();
             LayerAssignment { home: state.home, owned }

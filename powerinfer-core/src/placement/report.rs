@@ -29,7 +29,8 @@ impl fmt::Display for PlanTable<'_> {
         }
         let (with, without) = (1.0 / plan.token_seconds, 1.0 / plan.host_seconds);
         writeln!(f, "predicted: {with:.1} tokens/s, {without:.1} with everything on the host")?;
-        write!(f, "at most {:.2} % from the best placement", 100.0 * plan.gap)
+        let given = if plan.devices.len() > 1 { " on each device, given those before it" } else { "" };
+        write!(f, "at most {:.2} % from the best placement{given}", 100.0 * plan.gap)
     }
 }
 
