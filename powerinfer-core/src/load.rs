@@ -46,7 +46,8 @@ pub struct LoadOptions {
     pub assignment: Option<Assignment>,
     /// Plans who holds what; see [`crate::Model::plan`].
     pub plan: Option<PlanOptions>,
-    /// Lets neurons move between the host and the accelerators while the model runs; the host keeps them all.
+    /// Lets neurons move between the host and the accelerators while the model runs; of layers that both hold neurons of,
+    /// the host keeps all.
     pub adaptive: Option<AdaptiveOptions>,
     /// Overrides the FFN's activation; see the rule in [`crate::Model`].
     pub activation: Option<Activation>,

@@ -144,22 +144,8 @@ impl Model {
         if let Some(Err(error)) = &chat_template {
             notes.warn(format!("the chat template cannot be used: {error}"));
         }
-        let found = match calibration {
-            Some(_) => None,
-            None => load::find_calibration(file, path, options, &mut notes)?,
-        };
-        let calibration = calibration.or(found.as_ref());
-        let weights = load::read_weights(file, family, &spec, options, calibration, &mut notes)?;
-        let predicted: Vec<bool> = weights.predictors.iter().map(Option::is_some).collect();
-        let mut has_predictors = predicted.contains(&true);
-        if has_predictors && !spec.activation.has_exact_zeros() {
-            notes.warn(format!(
-                "the file's predictors are not used: activation {} has no exact zeros to leave out",
-                spec.activation.name()
-            ));
-            has_predictors = false;
-        }
-        let default_mode = default_mode(&spec, has_predictors, options, &mut notes)?;
+        let Parts { weights, predicted, has_predictors, default_mode } =
+            Parts::read(file, path, family, &spec, options, calibration, &mut notes)?;
         let weight_bytes = file.tensors().map(|t| t.n_bytes() as u64).sum();
         let name = file.metadata().find::<String>("general.name")?;
         let plan = match &options.plan {
@@ -225,13 +211,9 @@ impl Model {
         let mut notes = Notes::default();
         let family = Family::of(file)?;
         let spec = spec::read_spec(file, family, options, &mut notes)?;
-        let calibration = load::find_calibration(file, path, options, &mut notes)?;
-        let weights = load::read_weights(file, family, &spec, options, calibration.as_ref(), &mut notes)?;
-        let has_predictors =
-            weights.predictors.iter().any(Option::is_some) && spec.activation.has_exact_zeros();
-        let mode = default_mode(&spec, has_predictors, options, &mut notes)?;
+        let parts = Parts::read(file, path, family, &spec, options, None, &mut notes)?;
         let name = file.metadata().find::<String>("general.name")?;
-        make_plan(&spec, name.as_deref(), &weights, mode, options, how).map(Some)
+        make_plan(&spec, name.as_deref(), &parts.weights, parts.default_mode, options, how).map(Some)
     }
 
     /// The plan that the model was loaded by, if one was asked for.
@@ -321,6 +303,46 @@ impl Model {
     }
 }
 
+/// The weights of a file and what follows from them.
+struct Parts {
+    weights: ModelWeights,
+    /// Layers with a predictor, `[n_layer]`.
+    predicted: Vec<bool>,
+    has_predictors: bool,
+    default_mode: ActiveMode,
+}
+
+impl Parts {
+    /// Reads them; `calibration` takes the place of one that the options may name.
+    fn read(
+        file: &GgufModel,
+        path: Option<&Path>,
+        family: &Family,
+        spec: &ModelSpec,
+        options: &LoadOptions,
+        calibration: Option<&CalibrationFile>,
+        notes: &mut Notes,
+    ) -> Result<Self, LoadError> {
+        let found = match calibration {
+            Some(_) => None,
+            None => load::find_calibration(file, path, options, notes)?,
+        };
+        let calibration = calibration.or(found.as_ref());
+        let weights = load::read_weights(file, family, spec, options, calibration, notes)?;
+        let predicted: Vec<bool> = weights.predictors.iter().map(Option::is_some).collect();
+        let mut has_predictors = predicted.contains(&true);
+        if has_predictors && !spec.activation.has_exact_zeros() {
+            notes.warn(format!(
+                "the file's predictors are not used: activation {} has no exact zeros to leave out",
+                spec.activation.name()
+            ));
+            has_predictors = false;
+        }
+        let default_mode = default_mode(spec, has_predictors, options, notes)?;
+        Ok(Self { weights, predicted, has_predictors, default_mode })
+    }
+}
+
 fn default_mode(
     spec: &ModelSpec,
     has_predictors: bool,
@@ -405,7 +427,9 @@ fn fill_backends(
     let adaptive = adaptive.map(|how| Adaptive::new(how, assignment, weights.ffn.clone()));
     let layers = weights.ffn.into_iter().zip(weights.predictors).zip(&assignment.layers);
     for (layer, ((ffn, predictor), assigned)) in (0..).map(LayerId).zip(layers) {
-        let everything = adaptive.as_ref().map(|_| NeuronSet::all(ffn.n_ff()));
+        // Only between two holders do neurons move.
+        let is_split = !assigned.owned[0].is_empty() && !assigned.owned[0].is_all();
+        let everything = adaptive.as_ref().filter(|_| is_split).map(|_| NeuronSet::all(ffn.n_ff()));
         let host_owns = everything.as_ref().unwrap_or(&assigned.owned[0]);
         if host_owns.is_empty() {
             not_on_host.extend(ffn.matrices().cloned());

@@ -8,14 +8,15 @@ use std::sync::Arc;
 
 use powerinfer_core::placement::{Assignment, AssignmentError, LayerAssignment};
 use powerinfer_core::{
-    ActiveMode, CpuOptions, Device, KvType, LoadError, LoadOptions, MakeBackend, Model, Rounding,
-    SessionOptions, TokenId,
+    ActiveMode, CpuOptions, Device, KvType, LoadError, LoadOptions, MakeBackend, Rounding, SessionOptions,
+    TokenId,
 };
 use powerinfer_sparse_ops::{NeuronId, NeuronSet};
 use powerinfer_testing::mock::{Account, MockDevice, MockOptions};
 use powerinfer_testing::tiny::Random;
 use powerinfer_testing::tolerance::{NMSE_F32, assert_close};
 
+use support::split::{random_assignment, run};
 use support::{N_EMBD, N_FF, N_LAYER, N_VOCAB, TinyFile};
 
 const N_PROMPT: usize = 9;
@@ -63,51 +64,6 @@ fn reordered(mut file: TinyFile, random: &mut Random) -> TinyFile {
     file
 }
 
-/// Dense parts and neurons anywhere: each layer all on one backend, on none of some, or dealt out one by one.
-fn random_assignment(random: &mut Random, n_backends: usize) -> Assignment {
-    let layers = (0..N_LAYER).map(|_| {
-        let kind = random.below(4);
-        let (one, other) = (random.below(n_backends), random.below(n_backends));
-        let owner: Vec<usize> = (0..N_FF)
-            .map(|_| match kind {
-                0 => one,
-                1 if random.below(8) > 0 => one,
-                1 => other,
-                _ => random.below(n_backends),
-            })
-            .collect();
-        let set = |b: usize| {
-            let ids = (0..N_FF as u32).filter(|&i| owner[i as usize] == b).map(NeuronId);
-            NeuronSet::from_ids(N_FF, ids)
-        };
-        LayerAssignment {
-            home: if random.below(3) == 0 { 0 } else { random.below(n_backends) },
-            owned: (0..n_backends).map(set).collect(),
-        }
-    });
-    let layers = layers.collect();
-    Assignment { embed: random.below(n_backends), head: random.below(n_backends), layers }
-}
-
-fn greedy(logits: &[f32]) -> TokenId {
-    let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b]).then(b.cmp(&a)));
-    TokenId(best.expect("a vocabulary is not empty") as u32)
-}
-
-/// Logits of the prompt's last token and of each token that follows it greedily.
-fn run(model: &Model, mode: ActiveMode, prompt: &[TokenId]) -> (Vec<f32>, Vec<TokenId>) {
-    let mut session =
-        model.session(&SessionOptions { mode: Some(mode), ..SessionOptions::default() }).unwrap();
-    let mut all = session.prefill(prompt).unwrap().to_vec();
-    let mut text = vec![greedy(&all)];
-    for _ in 1..N_TEXT {
-        let logits = session.decode(text[text.len() - 1]).unwrap();
-        all.extend_from_slice(logits);
-        text.push(greedy(logits));
-    }
-    (all, text)
-}
-
 #[test]
 fn fifty_splits_and_neuron_orders_give_the_logits_of_plain_loops_and_the_same_text() {
     for seed in 0..50 {
@@ -123,7 +79,7 @@ fn fifty_splits_and_neuron_orders_give_the_logits_of_plain_loops_and_the_same_te
         let whole = file()
             .load_with(&LoadOptions { device: Device::Reference(Rounding::None), ..LoadOptions::default() })
             .unwrap();
-        let want = run(&whole, mode, &prompt);
+        let want = run(&whole, mode, &prompt, N_TEXT);
 
         let n_mocks = 1 + random.below(2);
         let accelerators: Vec<Device> = (0..n_mocks).map(|_| mock(random.below(2) == 0)).collect();
@@ -136,10 +92,10 @@ fn fifty_splits_and_neuron_orders_give_the_logits_of_plain_loops_and_the_same_te
             ..LoadOptions::default()
         };
         let split = reordered(file(), &mut random).load_with(&options).unwrap();
-        let got = run(&split, mode, &prompt);
+        let got = run(&split, mode, &prompt, N_TEXT);
         let what = format!("seed {seed}, sparse {is_sparse}, {mode:?}, {n_mocks} mocks");
-        assert_close(&what, &got.0, &want.0, NMSE_F32);
-        assert_eq!(got.1, want.1, "{what}: text");
+        assert_close(&what, &got.logits, &want.logits, NMSE_F32);
+        assert_eq!(got.text, want.text, "{what}: text");
     }
 }
 
@@ -156,7 +112,7 @@ fn a_split_has_the_same_bits_for_any_number_of_threads_and_however_late_the_devi
             ..LoadOptions::default()
         };
         let model = TinyFile::sparse().load_with(&options).unwrap();
-        let (logits, _) = run(&model, ActiveMode::Predictor, &prompt);
+        let logits = run(&model, ActiveMode::Predictor, &prompt, N_TEXT).logits;
         logits.iter().map(|l| l.to_bits()).collect::<Vec<_>>()
     };
     let want = bits(1, false);

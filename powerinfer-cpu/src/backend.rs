@@ -359,16 +359,7 @@ impl CpuBackend {
         role: &'static str,
         supported: &[WeightType],
     ) -> Result<(), BackendError> {
-        if supported.contains(&m.ty()) {
-            return Ok(());
-        }
-        Err(BackendError::UnsupportedType {
-            backend: NAME.into(),
-            tensor: m.name().to_owned(),
-            ty: m.ty(),
-            role,
-            supported: supported.to_vec(),
-        })
+        BackendError::check_type(NAME, m, role, supported)
     }
 }
 

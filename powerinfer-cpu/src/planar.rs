@@ -63,7 +63,6 @@ impl Planar {
         }
     }
 
-    /// Bytes of the scales of a row, and of its minima behind them.
     /// Takes a row of a file apart.
     ///
     /// # Shapes

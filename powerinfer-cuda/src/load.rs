@@ -239,16 +239,7 @@ pub(crate) fn check_type(
     role: &'static str,
     taken: &[WeightType],
 ) -> Result<(), BackendError> {
-    if taken.contains(&m.ty()) {
-        return Ok(());
-    }
-    Err(BackendError::UnsupportedType {
-        backend: NAME.into(),
-        tensor: m.name().to_owned(),
-        ty: m.ty(),
-        role,
-        supported: taken.to_vec(),
-    })
+    BackendError::check_type(NAME, m, role, taken)
 }
 
 impl Embedding {

@@ -8,18 +8,16 @@ mod support;
 
 use std::sync::Arc;
 
-use powerinfer_core::placement::{AdaptiveOptions, Assignment, LayerAssignment};
-use powerinfer_core::{
-    ActiveMode, CpuOptions, Device, KvType, LoadOptions, MakeBackend, Model, Rounding, SessionOptions,
-    TokenId,
-};
+use powerinfer_core::placement::AdaptiveOptions;
+use powerinfer_core::{ActiveMode, CpuOptions, Device, KvType, LoadOptions, MakeBackend, Rounding, TokenId};
 use powerinfer_cuda::CudaKvType;
-use powerinfer_sparse_ops::{HybridBackend, NeuronId, NeuronSet};
+use powerinfer_sparse_ops::HybridBackend;
 use powerinfer_testing::alloc_guard::CountingAllocator;
 use powerinfer_testing::tiny::Random;
 use powerinfer_testing::tolerance::{NMSE_F32, assert_close};
 
-use model_file::{N_FF, N_LAYER, N_VOCAB, TinyFile};
+use model_file::split::{random_assignment, run};
+use model_file::{N_VOCAB, TinyFile};
 use support::{EmulatedGpu, backend_with, is_emulated};
 
 #[global_allocator]
@@ -33,42 +31,6 @@ fn emulated(seed: u64, is_late: bool) -> Device {
         let gpu = EmulatedGpu::new(seed, is_late, Arc::default());
         Ok(Box::new(backend_with(&spec, CudaKvType::F32, gpu, None)?) as Box<dyn HybridBackend>)
     }))
-}
-
-/// Dense parts and neurons anywhere: each layer all on one backend, or dealt out one by one.
-fn random_assignment(random: &mut Random, n_backends: usize) -> Assignment {
-    let layers = (0..N_LAYER).map(|_| {
-        let is_whole = random.below(3) == 0;
-        let one = random.below(n_backends);
-        let owner: Vec<usize> =
-            (0..N_FF).map(|_| if is_whole { one } else { random.below(n_backends) }).collect();
-        let set = |b: usize| {
-            let ids = (0..N_FF as u32).filter(|&i| owner[i as usize] == b).map(NeuronId);
-            NeuronSet::from_ids(N_FF, ids)
-        };
-        LayerAssignment { home: random.below(n_backends), owned: (0..n_backends).map(set).collect() }
-    });
-    let layers = layers.collect();
-    Assignment { embed: random.below(n_backends), head: random.below(n_backends), layers }
-}
-
-fn greedy(logits: &[f32]) -> TokenId {
-    let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b]).then(b.cmp(&a)));
-    TokenId(best.expect("a vocabulary is not empty") as u32)
-}
-
-/// Logits of the prompt's last token and of each token that follows it greedily, and bytes of swapped neurons.
-fn run(model: &Model, mode: ActiveMode, prompt: &[TokenId]) -> (Vec<f32>, Vec<TokenId>, u64) {
-    let options = SessionOptions { mode: Some(mode), ..SessionOptions::default() };
-    let mut session = model.session(&options).expect("there is memory");
-    let mut all = session.prefill(prompt).expect("the prompt fits").to_vec();
-    let mut text = vec![greedy(&all)];
-    for _ in 1..N_TEXT {
-        let logits = session.decode(text[text.len() - 1]).expect("the text fits");
-        all.extend_from_slice(logits);
-        text.push(greedy(logits));
-    }
-    (all, text, session.stats().decode.cost.swapped_bytes)
 }
 
 #[test]
@@ -88,7 +50,7 @@ fn fifty_placements_on_the_cpu_and_devices_give_the_logits_of_plain_loops_and_th
         };
         let prompt: Vec<TokenId> = (0..N_PROMPT).map(|_| TokenId(random.below(N_VOCAB) as u32)).collect();
         let reference = LoadOptions { device: Device::Reference(Rounding::None), ..LoadOptions::default() };
-        let want = run(&file().load_with(&reference).expect("the file loads"), mode, &prompt);
+        let want = run(&file().load_with(&reference).expect("the file loads"), mode, &prompt, N_TEXT);
 
         let n_devices = 1 + random.below(2);
         let accelerators = (0..n_devices).map(|_| emulated(seed, random.below(2) == 0)).collect();
@@ -102,11 +64,11 @@ fn fifty_placements_on_the_cpu_and_devices_give_the_logits_of_plain_loops_and_th
             ..LoadOptions::default()
         };
         let split = file().load_with(&options).expect("the file loads");
-        let got = run(&split, mode, &prompt);
+        let got = run(&split, mode, &prompt, N_TEXT);
         let what = format!("seed {seed}, sparse {is_sparse}, {mode:?}, {n_devices} devices");
-        assert_close(&what, &got.0, &want.0, NMSE_F32);
-        assert_eq!(got.1, want.1, "{what}: text");
-        swapped_bytes += got.2;
+        assert_close(&what, &got.logits, &want.logits, NMSE_F32);
+        assert_eq!(got.text, want.text, "{what}: text");
+        swapped_bytes += got.swapped_bytes;
     }
     assert!(swapped_bytes > 0, "no run moved neurons");
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::{
     ActiveBatch, DensePart, FfnWeights, LayerId, NeuronId, NeuronSet, PredictorWeights, SeqId, ShapeError,
-    TokenId, WeightType,
+    TokenId, WeightMatrix, WeightType,
 };
 
 /// Which neurons of the FFN are computed. The text of `Dense` and `Exact` is the same, bit for bit.
@@ -211,6 +211,30 @@ pub enum BackendError {
         /// What is missing.
         reason: String,
     },
+}
+
+impl BackendError {
+    /// Refuses a weight of a type that is not among those `supported`.
+    ///
+    /// # Errors
+    /// [`BackendError::UnsupportedType`].
+    pub fn check_type(
+        backend: &str,
+        matrix: &WeightMatrix,
+        role: &'static str,
+        supported: &[WeightType],
+    ) -> Result<(), Self> {
+        if supported.contains(&matrix.ty()) {
+            return Ok(());
+        }
+        Err(Self::UnsupportedType {
+            backend: backend.to_owned(),
+            tensor: matrix.name().to_owned(),
+            ty: matrix.ty(),
+            role,
+            supported: supported.to_vec(),
+        })
+    }
 }
 
 fn type_names(types: &[WeightType]) -> String {

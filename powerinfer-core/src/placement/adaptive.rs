@@ -9,8 +9,8 @@ use super::Assignment;
 /// Each neuron has a rate: the share of recent tokens that had it active, older ones counting less and less. After a
 /// step, one layer after the other, a device exchanges the neurons of the lowest rates that it holds for those of the
 /// highest rates that nobody but the host holds, as long as an exchange pays: what it saves within the half-life must
-/// be `hysteresis` times what it costs. The host keeps the weights of all neurons meanwhile, and computes those that no
-/// device holds.
+/// be `hysteresis` times what it costs. The host keeps all weights of such layers meanwhile, and computes the neurons that
+/// no device holds.
 ///
 /// Rates are those of the active sets that predictors make. In the modes `dense` and `exact` every neuron is in them, so
 /// that nothing moves. A prompt's batches are computed by the host for all of its neurons, which is slower than with a

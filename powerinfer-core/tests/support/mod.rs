@@ -1,6 +1,8 @@
 //! A toy llama file in memory, whose keys and tensors tests change one at a time.
 #![allow(dead_code, reason = "each test binary uses a part")]
 
+pub(crate) mod split;
+
 use powerinfer_core::{LoadError, LoadOptions, Model};
 use powerinfer_gguf::{GgmlType, GgufWriter, Magic, Value};
 use powerinfer_sparse_ops::WeightType;
