@@ -32,6 +32,8 @@ fn main() -> Result<(), Box<dyn Error>> {
             bandwidth: Bandwidth { dense: 800e9, gather: 600e9 },
             link: 25e9,
             latency: 1e-7,
+            granule: Accelerator::CUDA_GRANULE,
+            kv_value_bytes: 2,
         }],
         statistics: Statistics::Counts(Box::new(counts)),
         n_ctx: Some(64),

@@ -58,6 +58,8 @@ fn use_gpu(load: &mut LoadOptions, bytes: u64) -> Result<(), String> {
             bandwidth: Bandwidth { dense: 400e9, gather: 300e9 },
             link: 20e9,
             latency: 15e-6,
+            granule: Accelerator::CUDA_GRANULE,
+            kv_value_bytes: 2,
         }],
         statistics: Statistics::Unknown { rate: 0.2 },
         n_ctx: None,

@@ -131,6 +131,8 @@ fn gpus() -> Result<(Vec<Device>, Vec<Accelerator>), String> {
         bandwidth: Bandwidth { dense: 400e9, gather: 300e9 },
         link: 20e9,
         latency: 15e-6,
+        granule: Accelerator::CUDA_GRANULE,
+        kv_value_bytes: 2,
     });
     let accelerators = accelerators.collect();
     Ok((devices.collect(), accelerators))

@@ -283,9 +283,26 @@ impl Planner<'_> {
     fn dense_bytes(&self, layer: usize) -> u64 {
         let shape = self.layer(layer);
         let predictor = if self.request.mode == ActiveMode::Predictor { shape.predictor_bytes } else { 0 };
-        let kv = self.request.shape.kv_bytes(self.request.n_ctx, 1);
+        let kv = self.request.shape.kv_bytes(self.request.n_ctx, 1, 2);
         // On average half of the context is in use.
         shape.dense_bytes + predictor + kv / 2
+    }
+
+    /// Bytes of keys and values of a layer on a device.
+    fn kv_bytes(&self, device: usize) -> u64 {
+        let PlanRequest { shape, n_ctx, n_seq, .. } = self.request;
+        shape.kv_bytes(n_ctx, n_seq, self.request.devices[device].kv_value_bytes)
+    }
+
+    /// Bytes of the head on a device.
+    fn head_bytes(&self, device: usize) -> u64 {
+        self.request.devices[device].buffer(self.request.shape.head_bytes)
+    }
+
+    /// Bytes that steps work in on a device.
+    fn step_bytes(&self, device: usize) -> u64 {
+        let PlanRequest { shape, n_batch, n_ctx, .. } = self.request;
+        self.request.devices[device].buffer(shape.step_bytes(n_batch, n_ctx))
     }
 
     /// Seconds of a layer.
@@ -334,11 +351,11 @@ impl Planner<'_> {
         let mut ends = state.ends.clone();
         ends.push(first + n);
         let home = if moves_home { device + 1 } else { state.home };
-        let mut bytes = shape.neuron_bytes(n);
+        let accelerator = &self.request.devices[device];
+        let mut bytes = accelerator.buffer(shape.neuron_bytes(n));
         if moves_home {
-            let kv = self.request.shape.kv_bytes(self.request.n_ctx, self.request.n_seq);
-            bytes =
-                [shape.dense_bytes, shape.predictor_bytes, kv].into_iter().fold(bytes, u64::saturating_add);
+            let home = [shape.dense_bytes, shape.predictor_bytes, self.kv_bytes(device)];
+            bytes = home.map(|n| accelerator.buffer(n)).into_iter().fold(bytes, u64::saturating_add);
         }
         Choice { moves_home, n, bytes, seconds: self.layer_seconds(layer, home, &ends) }
     }
@@ -377,7 +394,7 @@ impl Planner<'_> {
     /// Fills a device; what is to be said about it, and how far from the bound it ends.
     fn fill(&mut self, device: usize) -> (Vec<String>, f64) {
         let accelerator = &self.request.devices[device];
-        let steps = self.request.shape.step_bytes(self.request.n_batch);
+        let steps = self.step_bytes(device);
         let usable = accelerator.usable_bytes();
         let why_nothing = if usable == 0 {
             Some(match accelerator.budget {
@@ -473,9 +490,10 @@ impl Planner<'_> {
 
     /// The head as a step, what a byte saves and the bytes, if it saves anything.
     fn head_step(&self, device: usize) -> Option<(f64, u64)> {
-        let bytes = self.request.shape.head_bytes;
-        let per_byte = 1.0 / self.dense_bandwidth(0) - 1.0 / self.dense_bandwidth(device + 1);
-        (self.head == 0 && bytes > 0 && per_byte > 0.0).then_some((per_byte, bytes))
+        let bytes = self.head_bytes(device);
+        let of_byte = 1.0 / self.dense_bandwidth(0) - 1.0 / self.dense_bandwidth(device + 1);
+        let saved = self.request.shape.head_bytes as f64 * of_byte;
+        (self.head == 0 && saved > 0.0).then_some((saved / bytes as f64, bytes))
     }
 
     /// The hulls of all layers.
@@ -541,7 +559,7 @@ impl Planner<'_> {
         let mut too_small = None;
         while let Some(Queued { layer, .. }) = queue.pop() {
             if layer == n_layer {
-                let bytes = self.request.shape.head_bytes;
+                let bytes = self.head_bytes(device);
                 if bytes <= left {
                     left -= bytes;
                     self.head = device + 1;
@@ -602,22 +620,22 @@ impl Planner<'_> {
             let layer_shape = self.layer(layer);
             let (from, to) = self.range(state, device);
             n_neurons += to - from;
-            bytes.neurons += layer_shape.neuron_bytes(to - from);
+            bytes.neurons += accelerator.buffer(layer_shape.neuron_bytes(to - from));
             active += self.request.rates.sum(layer, from, to);
             all_active += self.request.rates.sum(layer, 0, layer_shape.n_ff);
             if state.home == device + 1 {
                 n_homes += 1;
-                bytes.dense += layer_shape.dense_bytes;
-                bytes.predictors += layer_shape.predictor_bytes;
-                bytes.kv = bytes.kv.saturating_add(shape.kv_bytes(self.request.n_ctx, self.request.n_seq));
+                bytes.dense += accelerator.buffer(layer_shape.dense_bytes);
+                bytes.predictors += accelerator.buffer(layer_shape.predictor_bytes);
+                bytes.kv = bytes.kv.saturating_add(accelerator.buffer(self.kv_bytes(device)));
             }
         }
         let has_head = self.head == device + 1;
         if has_head {
-            bytes.head = shape.head_bytes;
+            bytes.head = self.head_bytes(device);
         }
         if bytes.total() > 0 {
-            bytes.steps = shape.step_bytes(self.request.n_batch);
+            bytes.steps = self.step_bytes(device);
         }
         DevicePlan {
             name: accelerator.name.clone(),
