@@ -280,6 +280,15 @@ fn counts() -> ActivationCounts {
     ActivationCounts::new(100, counts).unwrap()
 }
 
+/// A device to which everything moves at no cost.
+fn quick(bytes: u64) -> Accelerator {
+    Accelerator { latency: 0.0, link: 1e15, ..device(Budget::Bytes(bytes)) }
+}
+
+fn plan_options(devices: Vec<Accelerator>) -> PlanOptions {
+    PlanOptions::new(host(), devices, Statistics::Counts(Box::new(counts())))
+}
+
 #[test]
 fn what_is_planned_is_never_less_than_what_a_device_allocates() {
     for (i, bytes) in [0, 1, 300_000, 400_000, 600_000, 1_000_000, 2_000_000].into_iter().enumerate() {
@@ -290,14 +299,7 @@ fn what_is_planned_is_never_less_than_what_a_device_allocates() {
                 let options = MockOptions { memory_bytes: Some(bytes), late: true };
                 Ok(Box::new(MockDevice::new(spec, options, Arc::clone(&of_device))))
             }))],
-            plan: Some(PlanOptions {
-                host: host(),
-                devices: vec![Accelerator { latency: 0.0, link: 1e15, ..device(Budget::Bytes(bytes)) }],
-                statistics: Statistics::Counts(Box::new(counts())),
-                n_ctx: Some(N_CTX),
-                n_seq: 1,
-                neurons: true,
-            }),
+            plan: Some(PlanOptions { n_ctx: Some(N_CTX), ..plan_options(vec![quick(bytes)]) }),
             n_batch: 8,
             ..LoadOptions::default()
         };
@@ -319,14 +321,7 @@ fn what_is_planned_is_never_less_than_what_a_device_allocates() {
 fn statistics_of_another_model_are_refused() {
     let load = |counts: ActivationCounts| {
         let options = LoadOptions {
-            plan: Some(PlanOptions {
-                host: host(),
-                devices: vec![],
-                statistics: Statistics::Counts(Box::new(counts)),
-                n_ctx: None,
-                n_seq: 1,
-                neurons: true,
-            }),
+            plan: Some(PlanOptions::new(host(), vec![], Statistics::Counts(Box::new(counts)))),
             ..LoadOptions::default()
         };
         match TinyFile::sparse().load_with(&options) {

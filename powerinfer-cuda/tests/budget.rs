@@ -22,23 +22,19 @@ static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 /// A plan for a fast device with so many bytes.
 fn plan_for(budget: u64, n_ctx: usize, granule: u64, kv_value_bytes: u64, n_seq: usize) -> PlanOptions {
-    PlanOptions {
-        host: Host { name: "host".to_owned(), bandwidth: Bandwidth { dense: 50e9, gather: 30e9 } },
-        devices: vec![Accelerator {
-            name: "device".to_owned(),
-            free_bytes: 24 << 30,
-            budget: Budget::Bytes(budget),
-            bandwidth: Bandwidth { dense: 800e9, gather: 600e9 },
-            link: 1e15,
-            latency: 0.0,
-            granule,
-            kv_value_bytes,
-        }],
-        statistics: Statistics::Unknown { rate: 0.2 },
-        n_ctx: Some(n_ctx),
-        n_seq,
-        neurons: true,
-    }
+    let host = Host { name: "host".to_owned(), bandwidth: Bandwidth { dense: 50e9, gather: 30e9 } };
+    let device = Accelerator {
+        name: "device".to_owned(),
+        free_bytes: 24 << 30,
+        budget: Budget::Bytes(budget),
+        bandwidth: Bandwidth { dense: 800e9, gather: 600e9 },
+        link: 1e15,
+        latency: 0.0,
+        granule,
+        kv_value_bytes,
+    };
+    let statistics = Statistics::Unknown { rate: 0.2 };
+    PlanOptions { n_ctx: Some(n_ctx), n_seq, ..PlanOptions::new(host, vec![device], statistics) }
 }
 
 /// A device that refuses more than `limit` bytes.
@@ -68,13 +64,13 @@ fn a_plan_holds_all_that_the_backend_allocates() {
             let options = |plan| LoadOptions { plan: Some(plan), n_batch, ..LoadOptions::default() };
             let step =
                 Model::plan(&file().model(), None, &options(plan(u64::MAX, 1))).expect("it is planned");
-            let step = step.expect("it is asked for").devices[0].bytes.steps;
+            let step = step.expect("it is asked for").0.devices[0].bytes.steps;
             // To the byte, and in the pages of a driver.
             for granule in [1, 1 << 21] {
                 for more in [30_000, 100_000, 400_000, 1_000_000, 1 << 30] {
                     let options = options(plan((step + more).next_multiple_of(granule), granule));
                     let planned = Model::plan(&file().model(), None, &options).expect("it is planned");
-                    let on = planned.expect("it is asked for").devices.remove(0);
+                    let on = planned.expect("it is asked for").0.devices.remove(0);
                     let what =
                         format!("sparse {is_sparse}, batch {n_batch}, context {n_ctx}, {more}: {on:?}");
                     if on.bytes.total() == 0 {

@@ -21,12 +21,13 @@
 use std::borrow::Cow;
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
+use std::path::PathBuf;
 
 use powerinfer_predictor::ActivationCounts;
 use powerinfer_sparse_ops::{ActiveMode, NeuronId, NeuronSet};
 
 use super::device::{Accelerator, Host};
-use super::rates::{Rates, RatesError};
+use super::rates::Rates;
 use super::shape::{LayerShape, ModelShape};
 use super::{Assignment, LayerAssignment};
 
@@ -60,12 +61,41 @@ pub struct PlanOptions {
     pub devices: Vec<Accelerator>,
     /// How often neurons are active.
     pub statistics: Statistics,
+    /// Rate of the neurons of layers that the statistics do not fit, which are refused without it.
+    pub fallback_rate: Option<f32>,
     /// Positions of a sequence; `None` for the default of a session.
     pub n_ctx: Option<usize>,
     /// Sequences at a time.
     pub n_seq: usize,
     /// Whether neurons may leave the host, or dense parts alone.
     pub neurons: bool,
+    /// Decodes with the first layers, at most 1 GiB of them, on the host and on each device, and plans with the speeds
+    /// that this shows in the place of those given.
+    pub measure: bool,
+    /// A file that keeps the plan, as [`super::plan_path`] names it. What it holds is used as long as model, statistics,
+    /// budget and machine are the same; a note says when it is made anew, and why.
+    pub saved: Option<PathBuf>,
+    /// Whether a new plan is made whatever that file holds.
+    pub anew: bool,
+}
+
+impl PlanOptions {
+    /// One sequence of the default length, neurons on devices where that saves time, the figures as given, and nothing
+    /// kept.
+    pub fn new(host: Host, devices: Vec<Accelerator>, statistics: Statistics) -> Self {
+        Self {
+            host,
+            devices,
+            statistics,
+            fallback_rate: None,
+            n_ctx: None,
+            n_seq: 1,
+            neurons: true,
+            measure: false,
+            saved: None,
+            anew: false,
+        }
+    }
 }
 
 /// What is known of how often neurons are active.
@@ -78,15 +108,6 @@ pub enum Statistics {
     },
     /// Counts on some text.
     Counts(Box<ActivationCounts>),
-}
-
-impl Statistics {
-    pub(crate) fn rates(&self, shape: &ModelShape) -> Result<Rates, RatesError> {
-        match self {
-            Self::Unknown { rate } => Ok(Rates::uniform(shape, *rate)),
-            Self::Counts(counts) => Rates::from_counts(counts, shape),
-        }
-    }
 }
 
 /// Where everything goes, and what that takes and gives.
@@ -106,7 +127,7 @@ pub struct Plan {
 }
 
 /// What one device holds.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct DevicePlan {
     /// Its name.
     pub name: String,
@@ -129,7 +150,7 @@ pub struct DevicePlan {
 }
 
 /// Bytes on a device, with every allocation rounded up.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct PartBytes {
     /// Attention and norms.
     pub dense: u64,
