@@ -161,7 +161,7 @@ impl Model {
             }
             _ => None,
         };
-        let forward = fill_backends(&spec, weights, plan.as_ref(), options)?;
+        let forward = fill_backends(&spec, weights, plan.as_ref(), options, &mut notes)?;
         let backends: Vec<BackendInfo> = forward.backends.iter().map(|b| b.info()).collect();
         for backend in &backends {
             notes.info(format!("{}: {}", backend.name, backend.description));
@@ -231,12 +231,18 @@ impl Model {
 
     /// Begins or ends counting which neurons fire.
     pub(crate) fn record_fired(&self, on: bool) {
-        self.shared.engine().forward.used().for_each(|backend| backend.record_fired(on));
+        let forward = &mut self.shared.engine().forward;
+        if !forward.is_adaptive() {
+            forward.used().for_each(|backend| backend.record_fired(on));
+        }
     }
 
-    /// What was counted, `[n_layer][n_ff]`, or the name of a backend that does not count.
+    /// What was counted, `[n_layer][n_ff]`, or the name of what does not count for this.
     pub(crate) fn take_fired(&self) -> Result<Vec<Vec<u64>>, String> {
         let mut engine = self.shared.engine();
+        if engine.forward.is_adaptive() {
+            return Err("a placement that moves neurons by their counts".to_owned());
+        }
         let spec = &self.shared.spec;
         let mut all = Vec::with_capacity(spec.n_layer);
         for (layer, &n_ff) in spec.layers().zip(&spec.n_ff) {
@@ -380,6 +386,7 @@ fn fill_backends(
     weights: ModelWeights,
     plan: Option<&Plan>,
     options: &LoadOptions,
+    notes: &mut Notes,
 ) -> Result<Forward, LoadError> {
     let devices = || std::iter::once(&options.device).chain(&options.accelerators);
     let n_backends = devices().count();
@@ -406,7 +413,7 @@ fn fill_backends(
         backends[home].load_dense(part)?;
     }
     let adaptive = options.adaptive.filter(|_| n_backends > 1);
-    let adaptive = adaptive.map(|how| Adaptive::new(how, assignment, weights.ffn.clone()));
+    let mut adaptive = adaptive.map(|how| Adaptive::new(how, assignment, weights.ffn.clone()));
     let layers = weights.ffn.into_iter().zip(weights.predictors).zip(&assignment.layers);
     for (layer, ((ffn, predictor), assigned)) in (0..).map(LayerId).zip(layers) {
         // Only between two holders do neurons move.
@@ -430,5 +437,8 @@ fn fill_backends(
         backend.load_done(&mut |done, total| options.progress.tell(done, total))?;
     }
     not_on_host.iter().for_each(WeightMatrix::release);
+    if let Some(name) = adaptive.as_mut().and_then(|adaptive| adaptive.start(&mut backends)) {
+        notes.warn(format!("in mode exact no neurons move: {name} does not count which of them fire"));
+    }
     Ok(Forward::new(spec, backends, assignment, adaptive, options.n_batch))
 }

@@ -252,6 +252,14 @@ impl HybridBackend for Timed {
         self.inner.hidden(out);
     }
 
+    fn record_fired(&mut self, on: bool) {
+        self.inner.record_fired(on);
+    }
+
+    fn take_fired(&mut self, layer: LayerId, counts: &mut [u64]) -> bool {
+        self.inner.take_fired(layer, counts)
+    }
+
     fn take_cost(&mut self) -> StepCost {
         std::mem::take(&mut self.cost)
     }
@@ -603,6 +611,14 @@ impl HybridBackend for MockDevice {
 
     fn hidden(&self, out: &mut [f32]) {
         self.inner.hidden(out);
+    }
+
+    fn record_fired(&mut self, on: bool) {
+        self.inner.record_fired(on);
+    }
+
+    fn take_fired(&mut self, layer: LayerId, counts: &mut [u64]) -> bool {
+        self.inner.take_fired(layer, counts)
     }
 
     fn take_cost(&mut self) -> StepCost {
