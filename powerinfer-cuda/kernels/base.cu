@@ -513,6 +513,16 @@ KERNEL(128, count_marks)(u32* marks, u64* counters, int n_owned) {
     }
 }
 
+// For each neuron, for how many tokens its hidden value is not zero; hidden values by list, or without one by row.
+KERNEL(128, count_fired)(const float* hidden, const u32* list, const u32* counts, const u32* owned, u64* fired,
+                         int n_owned, int n_tokens) {
+    int k = blockIdx.x * blockDim.x + threadIdx.x, token = blockIdx.y;
+    u64 at = (u64)token * n_owned + k;
+    if (k < (list ? (int)counts[token] : n_owned) && hidden[at] != 0.0f) {
+        atomicAdd(&fired[owned[list ? list[at] : (u32)k]], (u64)1);
+    }
+}
+
 // ---- sums over chunks of down rows ----
 
 KERNEL(128, down_reduce)(const float* part, const u32* counts, float* y, int n_embd, int chunk_rows, int n_chunks,
@@ -638,6 +648,7 @@ EMULATED_MODULE(base) {
     EMULATED_KERNEL(fill_bits);
     EMULATED_KERNEL(compact);
     EMULATED_KERNEL(count_marks);
+    EMULATED_KERNEL(count_fired);
     EMULATED_KERNEL(down_reduce);
     EMULATED_KERNEL(add_rows);
     EMULATED_KERNEL(fill_u32);

@@ -104,6 +104,7 @@ pub struct CudaBackend {
     pending: Option<Pending>,
     next_slot: u32,
     has_counts: bool,
+    fired: Option<Fired>,
     cost: StepCost,
     hidden_bytes: Cell<u64>,
 }
@@ -123,6 +124,35 @@ struct Constants {
     counters: Piece,
     /// Copy of the counters.
     host: HostId,
+}
+
+/// Counters of the neurons that fire, `u64 [n_ff]` for each layer.
+#[derive(Debug)]
+struct Fired {
+    buffer: Buffer,
+    layers: Vec<Piece>,
+    /// Copy of a layer's counters.
+    host: HostId,
+}
+
+impl Fired {
+    fn new(spec: &ModelSpec, device: &mut Device) -> Result<Self, BackendError> {
+        let mut plan = Plan::default();
+        let layers = spec.n_ff.iter().map(|&n_ff| plan.add(8 * n_ff)).collect();
+        let buffer = device.alloc(plan, "counters of neurons")?;
+        match device.gpu().alloc_host(8 * spec.max_n_ff()) {
+            Ok(host) => Ok(Self { buffer, layers, host }),
+            Err(error) => {
+                device.free(buffer);
+                Err(error)
+            }
+        }
+    }
+
+    fn free(self, device: &mut Device) {
+        device.gpu().free_host(self.host);
+        device.free(self.buffer);
+    }
 }
 
 /// Keys and values: for each layer that is at home here, keys and then values, `[kv_len, kv_dim]`.
@@ -281,6 +311,7 @@ impl CudaBackend {
             pending: None,
             next_slot: 0,
             has_counts: false,
+            fired: None,
             cost: StepCost::default(),
             hidden_bytes: Cell::new(0),
             spec,
@@ -492,6 +523,7 @@ impl CudaBackend {
             chunk_rows: w.chunk_rows,
             marks: (n > 1).then(|| p.piece(pieces.marks)),
             counters: counters.sub(bank, BANK_BYTES),
+            fired: self.fired.as_ref().map(|fired| fired.buffer.piece(fired.layers[layer.index()])),
         };
         self.has_counts |= n_owned > 0;
         self.cost.owned_neurons += (n * n_owned) as u64;
@@ -529,6 +561,7 @@ impl CudaBackend {
                 }
             }
         }
+        device.count_fired(&ffn, is_list, n);
         if ffn.marks.is_some() {
             device.count_marks(&ffn);
         }
@@ -1012,6 +1045,33 @@ impl HybridBackend for CudaBackend {
         let bytes = &device.gpu().host(p.scratch.outbox)[..h.n_bytes()];
         bytemuck::cast_slice_mut::<f32, u8>(out).copy_from_slice(bytes);
         self.hidden_bytes.set(self.hidden_bytes.get() + h.n_bytes() as u64);
+    }
+
+    fn record_fired(&mut self, on: bool) {
+        let device = self.device.get_mut();
+        if !on && let Some(fired) = self.fired.take() {
+            fired.free(device);
+        }
+        if on && self.fired.is_none() {
+            // Without the memory nothing is counted, which `take_fired` says.
+            self.fired = Fired::new(&self.spec, device).ok();
+        }
+        if let Some(fired) = &self.fired {
+            fired.layers.iter().for_each(|&layer| device.zero(fired.buffer.piece(layer)));
+        }
+    }
+
+    fn take_fired(&mut self, layer: LayerId, counts: &mut [u64]) -> bool {
+        let (Some(fired), Some(_)) = (&self.fired, &self.layers[layer.index()].ffn) else { return false };
+        let n_ff = self.spec.n_ff[layer.index()];
+        assert_eq!(counts.len(), n_ff, "counters of layer {layer}");
+        let device = self.device.get_mut();
+        let on_device = fired.buffer.piece(fired.layers[layer.index()]);
+        device.gpu().download(on_device, fired.host, 0);
+        device.zero(on_device);
+        let (found, _) = device.gpu().host(fired.host)[..8 * n_ff].as_chunks::<8>();
+        counts.iter_mut().zip(found).for_each(|(to, n)| *to += u64::from_le_bytes(*n));
+        true
     }
 
     fn take_cost(&mut self) -> StepCost {

@@ -53,6 +53,7 @@ names! {
     Compact = "compact",
     DownReduce = "down_reduce",
     CountMarks = "count_marks",
+    CountFired = "count_fired",
     AddRows = "add_rows",
     FillU32 = "fill_u32",
 }

@@ -185,6 +185,8 @@ pub(crate) struct FfnView<'a> {
     pub(crate) chunk_rows: usize,
     pub(crate) marks: Option<View<'a>>,
     pub(crate) counters: View<'a>,
+    /// How often each neuron fired, `u64 [n_ff]`, where that is counted.
+    pub(crate) fired: Option<View<'a>>,
 }
 
 impl<'a> FfnView<'a> {
@@ -690,6 +692,23 @@ impl Device {
     pub(crate) fn count_marks(&mut self, ffn: &FfnView<'_>) {
         let params = [ffn.marks(), ffn.counters(), Int(ffn.n_owned)];
         self.launch(Kernel::Plain(Plain::CountMarks), [ffn.n_owned.div_ceil(128), 1, 1], 128, &params);
+    }
+
+    /// Counts the neurons whose hidden values are not zero, if that is asked for.
+    pub(crate) fn count_fired(&mut self, ffn: &FfnView<'_>, is_list: bool, n_tokens: usize) {
+        let Some(fired) = ffn.fired else { return };
+        let [list, counts] = if is_list { ffn.list(n_tokens) } else { [Param::Absent; 2] };
+        let params = [
+            ffn.hidden(n_tokens),
+            list,
+            counts,
+            ffn.owned(),
+            Memory(fired, ffn.n_ff * 8),
+            Int(ffn.n_owned),
+            Int(n_tokens),
+        ];
+        let grid = [ffn.n_owned.div_ceil(128), n_tokens, 1];
+        self.launch(Kernel::Plain(Plain::CountFired), grid, 128, &params);
     }
 
     /// `y += x + bias`; rows lie one after the other.

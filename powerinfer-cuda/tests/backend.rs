@@ -344,6 +344,86 @@ fn neurons_that_are_swapped_give_the_sums_of_those_that_were_loaded() {
 }
 
 #[test]
+fn neurons_that_fire_are_counted_as_the_reference_does() {
+    if !is_emulated() {
+        return;
+    }
+    let counts = |backend: &mut dyn HybridBackend, model: &TinyModel| -> Vec<Vec<u64>> {
+        let layers = model.spec.layers().zip(&model.spec.n_ff);
+        let take = |(layer, &n_ff)| {
+            // What is there is added to.
+            let mut counts = vec![5; n_ff];
+            assert!(backend.take_fired(layer, &mut counts), "layer {layer}");
+            counts.iter().map(|n| n - 5).collect()
+        };
+        layers.map(take).collect()
+    };
+    for (family, down_by_neuron) in Family::ALL.into_iter().flat_map(|f| [(f, true), (f, false)]) {
+        let model = TinyModel::new(TinyOptions { family, down_by_neuron, ..TinyOptions::default() });
+        for (mode, part) in MODES.into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
+            let owned = |layer: LayerId| {
+                let n_ff = model.spec.n_ff[layer.index()];
+                let ids = (0..n_ff as u32).filter(|i| !part || (i + layer.0) % 3 == 0);
+                NeuronSet::from_ids(n_ff, ids.map(NeuronId))
+            };
+            let run = |backend: &mut dyn HybridBackend| {
+                backend.record_fired(true);
+                let mut other = ReferenceBackend::new(Arc::clone(&model.spec), Rounding::None);
+                model.load_home(backend);
+                model.load_ffn(backend, owned);
+                model.load_ffn(&mut other, |layer| owned(layer).complement());
+                let mut drive = Drive::new(&model.spec, vec![backend, &mut other], 40);
+                // One by one, a few, a tile and more than a tile.
+                let tokens: Vec<u32> = (0..55).map(|i| i * 29 % 96).collect();
+                let mut at = 0;
+                for n in [1, 1, 4, 9, 40] {
+                    drive.step(at, &tokens[at as usize..][..n], mode);
+                    at += n as u32;
+                }
+                let counted = counts(drive.backends()[0], &model);
+                drive.backends()[0].take_cost();
+                drive.step(2, &tokens[..1], mode);
+                let again = counts(drive.backends()[0], &model);
+                let cost = drive.backends()[0].take_cost();
+                let n: u64 = again.iter().flatten().sum();
+                assert_eq!(n, cost.fired_neurons, "{family:?}, {mode:?}: one token");
+                [counted, again]
+            };
+            let mut reference = ReferenceBackend::new(Arc::clone(&model.spec), Rounding::None);
+            let want = run(&mut reference);
+            assert!(want[0].iter().flatten().any(|&n| n > 1));
+            let mut device = backend(&model.spec, CudaKvType::F32);
+            assert_eq!(
+                run(&mut device),
+                want,
+                "{family:?}, {mode:?}, by neuron {down_by_neuron}, part {part}"
+            );
+
+            let mut none = vec![0; model.spec.n_ff[0]];
+            device.record_fired(true);
+            assert!(device.take_fired(LayerId(0), &mut none));
+            assert!(none.iter().all(|&n| n == 0), "counting begins anew");
+            let used = device.memory_used();
+            device.record_fired(false);
+            let n_bytes: usize = model.spec.n_ff.iter().map(|n| (8 * n).next_multiple_of(256)).sum();
+            assert_eq!(used - device.memory_used(), n_bytes as u64);
+            assert!(!device.take_fired(LayerId(0), &mut none), "nobody counts");
+        }
+    }
+
+    // Where there is no memory for the counters, nothing is counted, and that is said.
+    let model = TinyModel::new(TinyOptions::default());
+    let constants = backend(&model.spec, CudaKvType::F16).memory_used();
+    let gpu = EmulatedGpu::new(1, false, Arc::default());
+    let neurons = 3 * 96 * 64 * 4 + 512;
+    let mut full =
+        backend_with(&model.spec, CudaKvType::F16, gpu, Some(constants + neurons)).expect("there is memory");
+    full.load_ffn(LayerId(0), model.ffn[0].clone(), &NeuronSet::all(96)).expect("there is memory");
+    full.record_fired(true);
+    assert!(!full.take_fired(LayerId(0), &mut [0; 96]));
+}
+
+#[test]
 fn quantised_down_rows_by_output_are_taken_whole_or_refused_with_the_reason() {
     if !is_emulated() {
         return;

@@ -26,6 +26,7 @@ struct Case {
 struct Results {
     hidden: Vec<f32>,
     y: Vec<f32>,
+    /// Eight counters, then how often each neuron fired.
     counters: Vec<u64>,
 }
 
@@ -140,6 +141,10 @@ impl Case {
         d.launch("down_reduce", [n_embd.div_ceil(128), n_tokens, 1], 128, &args);
         d.launch("count_marks", [n_owned.div_ceil(128), 1, 1], 128, &[marks, counters, n_owned_arg]);
         assert!(d.download::<u32>(marks, n_owned).iter().all(|&m| m == 0));
+        let fired = d.upload(&vec![0u64; n_ff]);
+        let which: [Arg; 2] = if tile { [NONE; 2] } else { [list, counts] };
+        let args = [hidden, which[0], which[1], own, fired, n_owned_arg, tokens];
+        d.launch("count_fired", [n_owned.div_ceil(128), n_tokens, 1], 128, &args);
 
         let mut values: Vec<f32> = d.download(hidden, n_tokens * n_owned);
         if !tile {
@@ -153,7 +158,8 @@ impl Case {
             }
             values = by_row;
         }
-        Results { hidden: values, y: d.download(y, n_tokens * n_embd), counters: d.download(counters, 8) }
+        let counters = [d.download(counters, 8), d.download(fired, n_ff)].concat();
+        Results { hidden: values, y: d.download(y, n_tokens * n_embd), counters }
     }
 
     /// Three orders, the same bits.
@@ -164,7 +170,7 @@ impl Case {
             let floats = r.hidden.iter().chain(&r.y).map(|v| u64::from(v.to_bits()));
             floats.chain(r.counters).collect::<Vec<u64>>()
         });
-        let counters = bits.split_off(bits.len() - 8);
+        let counters = bits.split_off(bits.len() - 8 - self.owned.n_ff());
         let mut hidden: Vec<f32> = bits.iter().map(|&b| f32::from_bits(b as u32)).collect();
         let y = hidden.split_off(n_hidden);
         Results { hidden, y, counters }
@@ -173,7 +179,7 @@ impl Case {
     fn check(&self, got: &Results, what: &str) {
         let (n_tokens, n_embd, n_owned) = (self.n_tokens(), self.n_embd(), self.owned.len());
         let [gate, up, down] = [&self.gate, &self.up, &self.down].map(decode);
-        let mut counters = [0u64; 8];
+        let mut counters = vec![0u64; 8 + self.owned.n_ff()];
         let mut read = vec![[false; 3]; n_owned];
         for t in 0..n_tokens {
             let x = &self.x[t * n_embd..][..n_embd];
@@ -204,6 +210,7 @@ impl Case {
                     read[r][k] |= is_read;
                 }
                 counters[3] += u64::from(h != 0.0);
+                counters[8 + self.owned.ids()[r].index()] += u64::from(h != 0.0);
                 for i in 0..n_embd {
                     let term = f64::from(h) * f64::from(down[r][i]);
                     want_y[i] += term;
