@@ -55,7 +55,7 @@ impl CudaKvType {
 pub struct CudaOptions {
     /// Number of the device.
     pub device: usize,
-    /// Bytes of device memory that may be used; `None` for as many as are free.
+    /// Bytes of device memory that may be taken, as [`CudaBackend::memory_taken`] counts them; `None` for as many as are free.
     pub memory_limit: Option<u64>,
     /// How keys and values are kept.
     pub kv_type: CudaKvType,
@@ -72,7 +72,8 @@ pub struct CudaOptions {
 /// of a float type and can be turned without loss.
 ///
 /// All memory of the device is taken while weights are loaded and in [`HybridBackend::reserve`], in pieces that are multiples of 256
-/// bytes, and accounted for; see [`CudaBackend::memory_used`]. The driver's own rounding and its context are not in it.
+/// bytes, and accounted for; see [`CudaBackend::memory_used`]. The limit is compared with [`CudaBackend::memory_taken`], which has
+/// the driver's rounding too. The driver's context and the kernels are in neither.
 ///
 /// In [`StepCost`] the bytes moved are those of vectors, active sets, sums and logits; the tables of positions and
 /// addresses of a step and the counters themselves are not counted.
@@ -326,6 +327,12 @@ impl CudaBackend {
     /// Most bytes of device memory that were ever in use.
     pub fn memory_peak(&self) -> u64 {
         self.device.borrow().peak()
+    }
+
+    /// Bytes of device memory that the buffers in use take: each a multiple of the 2 MiB that the driver hands out. Small
+    /// buffers may share such a page, so it can be less.
+    pub fn memory_taken(&self) -> u64 {
+        self.device.borrow().taken()
     }
 
     /// Seconds that a copy of `n_bytes` on the device takes, as a measure for kernels.

@@ -245,6 +245,9 @@ pub trait Gpu: Send {
     /// Free bytes and all bytes of its memory.
     fn memory(&self) -> (u64, u64);
 
+    /// A buffer takes a multiple of so many bytes of its memory.
+    fn granule(&self) -> u64;
+
     /// Hands out memory, aligned to 256 bytes, and returns its address.
     ///
     /// # Errors
@@ -318,8 +321,11 @@ impl<'a> Param<'a> {
 pub(crate) struct Device {
     gpu: Box<dyn Gpu>,
     limit: Option<u64>,
+    granule: u64,
     used: u64,
     peak: u64,
+    /// The buffers in use, each rounded up to the granule.
+    taken: u64,
 }
 
 impl std::fmt::Debug for Device {
@@ -330,7 +336,8 @@ impl std::fmt::Debug for Device {
 
 impl Device {
     pub(crate) fn new(gpu: Box<dyn Gpu>, limit: Option<u64>) -> Self {
-        Self { gpu, limit, used: 0, peak: 0 }
+        let granule = gpu.granule().max(1);
+        Self { gpu, limit, granule, used: 0, peak: 0, taken: 0 }
     }
 
     pub(crate) fn gpu(&mut self) -> &mut dyn Gpu {
@@ -354,17 +361,28 @@ impl Device {
         self.peak
     }
 
+    /// What the buffers in use take of the device's memory.
+    pub(crate) fn taken(&self) -> u64 {
+        self.taken
+    }
+
+    /// What a buffer takes of the device's memory.
+    fn takes(&self, n_bytes: usize) -> u64 {
+        (n_bytes as u64).checked_next_multiple_of(self.granule).unwrap_or(u64::MAX)
+    }
+
     /// A buffer for the pieces of a plan.
     pub(crate) fn alloc(&mut self, plan: Plan, what: &str) -> Result<Buffer, BackendError> {
         let n_bytes = plan.n_bytes();
-        let left = self.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.used));
+        let takes = self.takes(n_bytes);
+        let left = self.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.taken));
         let error = |have_bytes| BackendError::OutOfMemory {
             backend: NAME.into(),
             what: what.to_owned(),
-            need_bytes: n_bytes as u64,
+            need_bytes: takes,
             have_bytes,
         };
-        if n_bytes as u64 > left {
+        if takes > left {
             return Err(error(left));
         }
         let at = self.gpu.alloc(n_bytes).map_err(|e| match e {
@@ -373,11 +391,13 @@ impl Device {
         })?;
         self.used += n_bytes as u64;
         self.peak = self.peak.max(self.used);
+        self.taken += takes;
         Ok(Buffer { at, n_bytes })
     }
 
     pub(crate) fn free(&mut self, buffer: Buffer) {
         self.used -= buffer.n_bytes as u64;
+        self.taken -= self.takes(buffer.n_bytes);
         self.gpu.free(buffer);
     }
 

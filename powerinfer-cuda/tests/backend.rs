@@ -351,7 +351,7 @@ fn neurons_that_fire_are_counted_as_the_reference_does() {
     let counts = |backend: &mut dyn HybridBackend, model: &TinyModel| -> Vec<Vec<u64>> {
         let layers = model.spec.layers().zip(&model.spec.n_ff);
         let take = |(layer, &n_ff)| {
-            // What is there is added to.
+    X
             let mut counts = vec![5; n_ff];
             assert!(backend.take_fired(layer, &mut counts), "layer {layer}");
             counts.iter().map(|n| n - 5).collect()
@@ -363,7 +363,7 @@ fn neurons_that_fire_are_counted_as_the_reference_does() {
         for (mode, part) in MODES.into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
             let owned = |layer: LayerId| {
                 let n_ff = model.spec.n_ff[layer.index()];
-                let ids = (0..n_ff as u32).filter(|i| !part || (i + layer.0) % 3 == 0);
+                let ids = (0..n_ff as u32).filter(|i| !part || (i + layer.0).is_multiple_of(3));
                 NeuronSet::from_ids(n_ff, ids.map(NeuronId))
             };
             let run = |backend: &mut dyn HybridBackend| {
@@ -530,6 +530,38 @@ fn memory_is_accounted_for_and_limited() {
         assert_eq!(device.memory_used(), with_scratch);
     }
     device.embed(&Step { rows: &[row(0, 5)], mode: ActiveMode::Exact });
+}
+
+#[test]
+fn the_limit_sees_what_the_device_rounds_up() {
+    if !is_emulated() {
+        return;
+    }
+    const GRANULE: u64 = 2 << 20;
+    let model = TinyModel::new(TinyOptions::default());
+    let run = |limit| -> Result<CudaBackend, BackendError> {
+        let gpu = EmulatedGpu::new(1, false, Arc::default()).with_granule(GRANULE);
+        let mut device = backend_with(&model.spec, CudaKvType::F16, gpu, limit)?;
+        device.load_ffn(LayerId(0), model.ffn[0].clone(), &NeuronSet::all(96))?;
+        device.reserve(SeqId(0), 8, 4)?;
+        Ok(device)
+    };
+    let mut all = run(None).expect("there is memory");
+    // Constants, neurons and the scratch; the cache has no layer.
+    let buffers = 3;
+    assert_eq!(all.memory_taken(), buffers * GRANULE);
+    assert!(all.memory_used() < GRANULE && all.memory_used() == all.memory_peak());
+    all.record_fired(true);
+    assert_eq!(all.memory_taken(), (buffers + 1) * GRANULE);
+    all.record_fired(false);
+    assert_eq!(all.memory_taken(), buffers * GRANULE);
+    run(Some(buffers * GRANULE)).expect("just enough");
+    match run(Some(buffers * GRANULE - 1)) {
+        Err(BackendError::OutOfMemory { need_bytes, have_bytes, .. }) => {
+            assert_eq!((need_bytes, have_bytes), (GRANULE, GRANULE - 1));
+        }
+        other => panic!("{other:?}"),
+    }
 }
 
 #[test]

@@ -36,6 +36,7 @@ pub(crate) struct EmulatedGpu {
     host: Vec<Vec<u8>>,
     names: Vec<String>,
     seed: u64,
+    granule: u64,
     /// Work that is not done yet, where the device is late.
     queue: Vec<Work>,
     is_late: bool,
@@ -56,7 +57,12 @@ impl EmulatedGpu {
         let modules = std::iter::once(None).chain(TYPES.map(Some));
         let names = modules.flat_map(Kernel::of).map(Kernel::name).collect();
         let memory = emulator::Memory::new(MEMORY_BYTES);
-        Self { memory, host: Vec::new(), names, seed, queue: Vec::new(), is_late, own_allocs }
+        Self { memory, host: Vec::new(), names, seed, granule: 256, queue: Vec::new(), is_late, own_allocs }
+    }
+
+    /// A device that hands out memory in multiples of so many bytes.
+    pub(crate) fn with_granule(self, granule: u64) -> Self {
+        Self { granule, ..self }
     }
 
     fn work(&mut self, work: Work) {
@@ -109,6 +115,10 @@ impl Gpu for EmulatedGpu {
 
     fn memory(&self) -> (u64, u64) {
         (MEMORY_BYTES - self.memory.used_bytes(), MEMORY_BYTES)
+    }
+
+    fn granule(&self) -> u64 {
+        self.granule
     }
 
     fn alloc(&mut self, n_bytes: usize) -> Result<u64, BackendError> {
