@@ -351,7 +351,7 @@ fn neurons_that_fire_are_counted_as_the_reference_does() {
     let counts = |backend: &mut dyn HybridBackend, model: &TinyModel| -> Vec<Vec<u64>> {
         let layers = model.spec.layers().zip(&model.spec.n_ff);
         let take = |(layer, &n_ff)| {
-    X
+            // What is there is added to.
             let mut counts = vec![5; n_ff];
             assert!(backend.take_fired(layer, &mut counts), "layer {layer}");
             counts.iter().map(|n| n - 5).collect()
