@@ -9,7 +9,7 @@ use cudarc::driver::result;
 use cudarc::driver::sys;
 use powerinfer_sparse_ops::{BackendError, WeightType};
 
-use crate::gpu::{Arg, Buffer, Gpu, HostId, Kernel, MAX_ARGS, NAME, View, type_index};
+use crate::gpu::{Arg, Buffer, Gpu, GraphId, HostId, Kernel, MAX_ARGS, NAME, View, type_index};
 
 /// What a device is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,6 +31,9 @@ const MIN_CAPABILITY: (u32, u32) = (6, 1);
 
 /// Oldest driver that reads the kernels (PTX 8.0): CUDA 12.0, R525.
 const MIN_DRIVER: i32 = 12000;
+
+/// Room for graphs that is there from the start, so that steps do not allocate.
+const N_GRAPHS: usize = 64;
 
 /// Memory comes from the driver in pages of this size; only small buffers share one.
 const GRANULE: u64 = 2 << 20;
@@ -76,11 +79,29 @@ const NEEDED: [&str; 28] = [
     "cuStreamSynchronize",
 ];
 
+/// Functions without which launches are not kept in graphs.
+const GRAPH_FUNCTIONS: [&str; 6] = [
+    "cuGraphDestroy",
+    "cuGraphExecDestroy",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphLaunch",
+    "cuStreamBeginCapture_v2",
+    "cuStreamEndCapture",
+];
+
+/// Fails with the name of the first function that is not there.
+fn check_functions(names: &[&str]) -> Result<(), BackendError> {
+    match names.iter().find(|name| !has_function(name)) {
+        Some(name) => Err(unavailable(format!("the NVIDIA driver has no function `{name}`"))),
+        None => Ok(()),
+    }
+}
+
 /// The driver's library has a function of this name.
 fn has_function(name: &str) -> bool {
     // SAFETY: DRIVER-PRESENT; the library has been found before.
     let library = unsafe { sys::culib() };
-    // SAFETY: the function is only looked up.
+    // SAFETY: DRIVER-PRESENT; the function is only looked up.
     unsafe { library.get::<unsafe extern "C" fn()>(name.as_bytes()) }.is_ok()
 }
 
@@ -90,9 +111,7 @@ fn start() -> Result<usize, BackendError> {
     if !unsafe { sys::is_culib_present() } {
         return Err(unavailable("there is no NVIDIA driver (no libcuda)"));
     }
-    if let Some(name) = NEEDED.iter().find(|name| !has_function(name)) {
-        return Err(unavailable(format!("the NVIDIA driver has no function `{name}`")));
-    }
+    check_functions(&NEEDED)?;
     let mut version = 0;
     // SAFETY: DRIVER-PRESENT; the argument is a place for an int.
     unsafe { sys::cuDriverGetVersion(&raw mut version) }.result().map_err(failed("cuDriverGetVersion"))?;
@@ -166,6 +185,7 @@ struct Driver {
     functions: [sys::CUfunction; Kernel::COUNT],
     buffers: Vec<u64>,
     pinned: Vec<Option<Pinned>>,
+    graphs: Vec<Option<sys::CUgraphExec>>,
 }
 
 /// Memory of the host; the event is recorded behind each copy, and whoever wants the bytes waits for it (PINNED-IDLE).
@@ -218,6 +238,7 @@ impl Driver {
             functions: [std::ptr::null_mut(); Kernel::COUNT],
             buffers: Vec::new(),
             pinned: Vec::new(),
+            graphs: Vec::with_capacity(N_GRAPHS),
         };
         driver.try_enter()?;
         driver.stream = result::stream::create(result::stream::StreamKind::NonBlocking)
@@ -481,6 +502,49 @@ impl Gpu for Driver {
         launched.unwrap_or_else(|error| panic!("the CUDA device failed to launch {kernel:?}: {error:?}"));
     }
 
+    fn begin_graph(&mut self) -> Result<(), BackendError> {
+        check_functions(&GRAPH_FUNCTIONS)?;
+        self.try_enter()?;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: DRIVER-HANDLES.
+        unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(failed("cuStreamBeginCapture"))
+    }
+
+    fn end_graph(&mut self) -> Result<GraphId, BackendError> {
+        self.try_enter()?;
+        // SAFETY: DRIVER-HANDLES.
+        let graph =
+            unsafe { result::stream::end_capture(self.stream) }.map_err(failed("cuStreamEndCapture"))?;
+        let flags = sys::CUgraphInstantiate_flags(0);
+        // SAFETY: DRIVER-HANDLES; the graph has just been made.
+        let exec = unsafe { result::graph::instantiate(graph, flags) };
+        // SAFETY: DRIVER-HANDLES; what can be run has a copy of its own.
+        let _ = unsafe { result::graph::destroy(graph) };
+        let exec = exec.map_err(failed("cuGraphInstantiate"))?;
+        let free = self.graphs.iter().position(Option::is_none);
+        let at = free.unwrap_or_else(|| {
+            self.graphs.push(None);
+            self.graphs.len() - 1
+        });
+        self.graphs[at] = Some(exec);
+        Ok(GraphId(at))
+    }
+
+    unsafe fn run_graph(&mut self, id: GraphId) {
+        self.enter();
+        let exec = self.graphs[id.0].expect("the graph is known");
+        // SAFETY: GRAPH-LIVE, which the caller upholds, and DRIVER-HANDLES.
+        must(unsafe { result::graph::launch(exec, self.stream) }, "cuGraphLaunch");
+    }
+
+    fn free_graph(&mut self, id: GraphId) {
+        self.synchronize();
+        if let Some(exec) = self.graphs[id.0].take() {
+            // SAFETY: DRIVER-HANDLES; it does not run any more.
+            must(unsafe { result::graph::exec_destroy(exec) }, "cuGraphExecDestroy");
+        }
+    }
+
     fn synchronize(&mut self) {
         self.enter();
         // SAFETY: DRIVER-HANDLES.
@@ -498,6 +562,10 @@ impl Drop for Driver {
             let _ = unsafe { result::stream::synchronize(self.stream) };
             // SAFETY: DRIVER-HANDLES; nothing is queued any more.
             let _ = unsafe { result::stream::destroy(self.stream) };
+        }
+        for exec in self.graphs.drain(..).flatten() {
+            // SAFETY: DRIVER-HANDLES; its stream is gone.
+            let _ = unsafe { result::graph::exec_destroy(exec) };
         }
         for pinned in self.pinned.drain(..).flatten() {
             // SAFETY: DRIVER-HANDLES; its stream is gone.
