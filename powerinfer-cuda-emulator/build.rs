@@ -55,7 +55,6 @@ fn build() -> Result<(), cc::Error> {
     let kernels = Path::new("../powerinfer-cuda/kernels");
     let mut objects = kernel_compiler()
         .file(kernels.join("base.cu"))
-        .file(kernels.join("int8.cu"))
         .file("shim/selftest.cu")
         .try_compile_intermediates()?;
     for ty in TYPES {
@@ -68,7 +67,7 @@ fn build() -> Result<(), cc::Error> {
                 .try_compile_intermediates()?,
         );
     }
-    let names = TYPES.iter().chain(&["base", "int8", "selftest"]);
+    let names = TYPES.iter().chain(&["base", "selftest"]);
     let declared: String =
         names.clone().map(|t| format!("extern \"C\" void emulated_module_{t}();")).collect();
     let called: String = names.map(|t| format!("emulated_module_{t}();")).collect();

@@ -13,7 +13,9 @@ use powerinfer_sparse_ops::{
 
 use crate::driver;
 use crate::gpu::{Buffer, Device, Gpu, GraphKey, HostId, NAME, Piece, Plan, View};
-use crate::kernels::{ACCUMULATE, CacheTables, CopyInput, FfnView, Matrix, RECTIFY, Rows, SPAN};
+use crate::kernels::{
+    ACCUMULATE, CacheTables, CopyInput, FfnView, MATMUL_TOKENS, Matrix, RECTIFY, Rows, SPAN,
+};
 use crate::load::{Dense, Down, Embedding, Ffn, Head, LinearPieces, NormPieces, Predictor, TILE};
 use crate::scratch::{
     LIST_ROWS, LOGIT_ROWS, Scratch, ScratchShape, bits_offset, cache_table_bytes, heads, spans, table_bytes,
@@ -384,6 +386,7 @@ impl<'a> Parts<'a> {
             }
             device.hidden_by_tile(&ffn, n);
             match w.down {
+                Down::ByNeuron(_) if n >= MATMUL_TOKENS => device.down_by_matmul(&ffn, target, to_h, n),
                 Down::ByNeuron(_) => {
                     for first in (0..n).step_by(TILE) {
                         let (part, n_part) = (ffn.from(first), TILE.min(n - first));

@@ -72,6 +72,8 @@ names! {
     FfnGateTile = "ffn_gate_tile",
     FfnTile = "ffn_tile",
     DownTile = "down_tile",
+    FfnMatmul = "ffn_matmul",
+    DownMatmul = "down_matmul",
 }
 
 /// A kernel.

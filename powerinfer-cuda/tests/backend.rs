@@ -146,13 +146,37 @@ fn a_long_prompt_goes_through_the_kernels_for_many_tokens() {
     if !is_emulated() {
         return;
     }
-    let model =
-        TinyModel::new(TinyOptions { ffn_type: WeightType::Q4_0, n_ff: 160, ..TinyOptions::default() });
     let tokens: Vec<u32> = (0..50).map(|i| i * 37 % 96).collect();
-    let want = reference(&model, &tokens, ActiveMode::Predictor);
-    let mut device = loaded(&model, CudaKvType::F32);
-    let mut drive = Drive::new(&model.spec, vec![&mut device], tokens.len());
-    assert_close("50 tokens", drive.step(0, &tokens, ActiveMode::Predictor), &want, NMSE_F32);
+    let types = [WeightType::Q4_0, WeightType::F16, WeightType::Q8_0, WeightType::F32, WeightType::BF16];
+    for (ix, (family, ffn_type)) in Family::ALL.into_iter().zip(types).enumerate().step_by(2) {
+        let down_by_neuron = ix != 2;
+        let options = TinyOptions { family, ffn_type, down_by_neuron, n_ff: 160, ..TinyOptions::default() };
+        let models = [TinyModel::new(options), TinyModel::new(options).with_gate_copies()];
+        for (model, modes) in models.iter().zip([&MODES[..], &MODES[2..]]) {
+            let mut device = loaded(model, CudaKvType::F32);
+            let mut drive = Drive::new(&model.spec, vec![&mut device], tokens.len());
+            let mut all = Vec::new();
+            for &mode in modes {
+                let what = format!("{family:?}, {ffn_type}, {mode:?}");
+                let mut slow = ReferenceBackend::new(Arc::clone(&model.spec), Rounding::None);
+                model.load_all(&mut slow);
+                let mut slow = Drive::new(&model.spec, vec![&mut slow], tokens.len());
+                let want = slow.step(0, &tokens, mode).to_vec();
+                let got = drive.step(0, &tokens, mode).to_vec();
+                assert_close(&what, &got, &want, NMSE_F32);
+                // What is read is what a token asked for, though a tile computes more.
+                let (cost, least) = (drive.backends()[0].take_cost(), slow.backends()[0].take_cost());
+                if down_by_neuron {
+                    let moved = StepCost { bytes_in: cost.bytes_in, bytes_out: cost.bytes_out, ..least };
+                    assert_eq!(cost, moved, "{what}");
+                }
+                all.push(got);
+            }
+            if let [dense, exact, ..] = &all[..] {
+                assert_eq!(dense, exact, "{family:?}: zeros that are skipped change nothing");
+            }
+        }
+    }
 }
 
 /// A deal of the neurons of each layer to two owners.
