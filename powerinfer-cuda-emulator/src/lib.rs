@@ -18,6 +18,14 @@ mod memory;
 pub use ffi::launch;
 pub use memory::Memory;
 
+/// A folder with a `libcuda.so` that has the functions of NVIDIA's driver and runs kernels here: the `whole` one, or one
+/// `without-` a function that a test wants missing. `None` where there is none. What is not found with it: what a real driver
+/// thinks of the PTX, and anything about speed.
+pub fn driver_folder(name: &str) -> Option<std::path::PathBuf> {
+    let folder = std::path::Path::new(env!("OUT_DIR")).join("driver").join(name);
+    (cfg!(driver_built) && folder.is_dir()).then_some(folder)
+}
+
 /// One argument of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Arg {

@@ -48,7 +48,7 @@ fn failed(call: &str) -> impl Fn(DriverError) -> BackendError {
 
 /// Functions of the driver that this file calls, most of them through cudarc, where the first call of one that is not there
 /// is a panic.
-const NEEDED: [&str; 28] = [
+const NEEDED: [&str; 30] = [
     "cuCtxSetCurrent",
     "cuDeviceGet",
     "cuDeviceGetAttribute",
@@ -61,6 +61,9 @@ const NEEDED: [&str; 28] = [
     "cuEventDestroy_v2",
     "cuEventRecord",
     "cuEventSynchronize",
+    // The texts of errors.
+    "cuGetErrorName",
+    "cuGetErrorString",
     "cuInit",
     "cuLaunchKernel",
     "cuMemAlloc_v2",
@@ -186,6 +189,8 @@ struct Driver {
     buffers: Vec<u64>,
     pinned: Vec<Option<Pinned>>,
     graphs: Vec<Option<sys::CUgraphExec>>,
+    /// Whether the driver has what they need; looked up once, since steps do not allocate.
+    has_graphs: Result<(), BackendError>,
 }
 
 /// Memory of the host; the event is recorded behind each copy, and whoever wants the bytes waits for it (PINNED-IDLE).
@@ -239,6 +244,7 @@ impl Driver {
             buffers: Vec::new(),
             pinned: Vec::new(),
             graphs: Vec::with_capacity(N_GRAPHS),
+            has_graphs: check_functions(&GRAPH_FUNCTIONS),
         };
         driver.try_enter()?;
         driver.stream = result::stream::create(result::stream::StreamKind::NonBlocking)
@@ -503,7 +509,7 @@ impl Gpu for Driver {
     }
 
     fn begin_graph(&mut self) -> Result<(), BackendError> {
-        check_functions(&GRAPH_FUNCTIONS)?;
+        self.has_graphs.clone()?;
         self.try_enter()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: DRIVER-HANDLES.
