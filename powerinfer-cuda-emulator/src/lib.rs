@@ -9,6 +9,8 @@
 //! Except under seeds that are multiples of 16, the sums over a warp that end a product are made at one meeting of its
 //! lanes instead of several, with the same bits: about three times as fast for small matrices.
 //!
+//! [`driver_folder`] has the same behind the functions of NVIDIA's driver, for the code that calls it.
+//!
 //! [`Memory`] plays the device's memory, with guard bytes around each piece. Without a C++ compiler the crate builds
 //! all the same and [`available`] says no.
 

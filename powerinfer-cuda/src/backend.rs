@@ -81,7 +81,7 @@ pub struct CudaOptions {
 ///
 /// All memory of the device is taken while weights are loaded and in [`HybridBackend::reserve`], in pieces that are multiples of 256
 /// bytes, and accounted for; see [`CudaBackend::memory_used`]. The limit is compared with [`CudaBackend::memory_taken`], which has
-/// the driver's rounding too. The driver's context and the kernels are in neither.
+/// the driver's rounding too. The driver's context, the kernels and the graphs are in neither.
 ///
 /// In [`StepCost`] the bytes moved are those of vectors, active sets, sums and logits; the tables of positions and
 /// addresses of a step and the counters themselves are not counted.

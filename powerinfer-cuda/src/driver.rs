@@ -35,6 +35,12 @@ const MIN_DRIVER: i32 = 12000;
 /// Room for graphs that is there from the start, so that steps do not allocate.
 const N_GRAPHS: usize = 64;
 
+/// Writes from so many bytes on go through pinned memory, which the device copies from while the host goes on.
+const STAGED_BYTES: usize = 256 << 10;
+
+/// Bytes of pinned memory of which a write has two pieces.
+const STAGE_BYTES: usize = 4 << 20;
+
 /// Memory comes from the driver in pages of this size; only small buffers share one.
 const GRANULE: u64 = 2 << 20;
 
@@ -191,6 +197,9 @@ struct Driver {
     graphs: Vec<Option<sys::CUgraphExec>>,
     /// Whether the driver has what they need; looked up once, since steps do not allocate.
     has_graphs: Result<(), BackendError>,
+    /// Pinned memory that large writes go through, once there was one: a half is filled while the other is copied.
+    stages: Option<[HostId; 2]>,
+    next_stage: usize,
 }
 
 /// Memory of the host; the event is recorded behind each copy, and whoever wants the bytes waits for it (PINNED-IDLE).
@@ -245,6 +254,8 @@ impl Driver {
             pinned: Vec::new(),
             graphs: Vec::with_capacity(N_GRAPHS),
             has_graphs: check_functions(&GRAPH_FUNCTIONS),
+            stages: None,
+            next_stage: 0,
         };
         driver.try_enter()?;
         driver.stream = result::stream::create(result::stream::StreamKind::NonBlocking)
@@ -285,6 +296,18 @@ impl Driver {
         pinned.is_in_flight = true;
         // SAFETY: DRIVER-HANDLES.
         must(unsafe { result::event::record(pinned.event, stream) }, "cuEventRecord");
+    }
+
+    /// Pinned memory for large writes, if there is any.
+    fn stages(&mut self) -> Option<[HostId; 2]> {
+        if self.stages.is_none() {
+            let first = self.alloc_host(STAGE_BYTES).ok()?;
+            match self.alloc_host(STAGE_BYTES) {
+                Ok(second) => self.stages = Some([first, second]),
+                Err(_) => self.free_host(first),
+            }
+        }
+        self.stages
     }
 
     /// Bytes of pinned memory, whether or not a copy is under way.
@@ -431,6 +454,20 @@ impl Gpu for Driver {
     fn write(&mut self, to: View<'_>, bytes: &[u8]) {
         assert_eq!(to.n_bytes(), bytes.len(), "bytes written to the device");
         if bytes.is_empty() {
+            return;
+        }
+        if bytes.len() >= STAGED_BYTES
+            && let Some(stages) = self.stages()
+        {
+            let mut offset = 0;
+            for chunk in bytes.chunks(STAGE_BYTES) {
+                // Waits for the copy before the last.
+                self.next_stage ^= 1;
+                let stage = stages[self.next_stage];
+                self.host(stage)[..chunk.len()].copy_from_slice(chunk);
+                self.upload(stage, 0..chunk.len(), to.sub(offset, chunk.len()));
+                offset += chunk.len();
+            }
             return;
         }
         self.enter();

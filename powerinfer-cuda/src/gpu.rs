@@ -275,7 +275,7 @@ pub trait Gpu: Send {
     /// Bytes of pinned memory, when the last copy from or to it is done.
     fn host(&mut self, id: HostId) -> &mut [u8];
 
-    /// Copies bytes to the device and waits.
+    /// Copies bytes to the device; the caller may change them when it returns.
     fn write(&mut self, to: View<'_>, bytes: &[u8]);
 
     /// Copies from pinned memory to the device.

@@ -9,14 +9,15 @@ use std::sync::Arc;
 
 use powerinfer_cuda::{CudaBackend, CudaKvType, CudaOptions, devices, probe_devices};
 use powerinfer_cuda_emulator::{available, driver_folder};
+use powerinfer_sparse_ops::reference::{ReferenceBackend, Rounding};
 use powerinfer_sparse_ops::{
-    ActiveMode, BackendError, HybridBackend, LayerId, ModelSpec, NeuronId, NeuronSet, SeqId, Step, StepRow,
-    TokenId,
+    ActiveMode, BackendError, FfnInput, HybridBackend, LayerId, ModelSpec, NeuronId, NeuronSet, SeqId, Step,
+    StepRow, TokenId,
 };
 use powerinfer_testing::alloc_guard::{CountingAllocator, measure};
 use powerinfer_testing::conformance::{self, Subject};
-use powerinfer_testing::tiny::{TinyModel, TinyOptions};
-use powerinfer_testing::tolerance::NMSE_F32;
+use powerinfer_testing::tiny::{Random, TinyModel, TinyOptions};
+use powerinfer_testing::tolerance::{NMSE_F32, assert_close};
 
 use no_traffic::NoTraffic;
 
@@ -131,6 +132,32 @@ fn graphs_of_the_driver_give_the_bits_of_single_launches() {
     assert!(graphs.take_fired(LayerId(0), &mut counts));
     assert!(counts.iter().any(|&n| n > 0));
     graphs.release(SeqId(0));
+}
+
+#[test]
+fn large_weights_arrive_through_pinned_memory() {
+    if !has_driver("large_weights_arrive_through_pinned_memory", "whole", &[]) {
+        return;
+    }
+    // Matrices of 4.6 MB, over the size of a piece of pinned memory.
+    let model = TinyModel::new(TinyOptions { n_embd: 256, n_ff: 4500, ..TinyOptions::default() });
+    let mut input = FfnInput { x: Random::new(3).normals(256, 1.0), ..FfnInput::default() };
+    input.active.reset(1, 4500);
+    input.active.fill();
+    let sums = |backend: &mut dyn HybridBackend| {
+        model.load_ffn(backend, |_| NeuronSet::all(4500));
+        backend.reserve(SeqId(0), 8, 1).expect("there is memory");
+        let mut all = Vec::new();
+        for layer in model.spec.layers() {
+            let ticket = backend.ffn_start(layer, &input);
+            let mut acc = vec![0.0; 256];
+            backend.ffn_finish(ticket, &mut acc);
+            all.extend(acc);
+        }
+        all
+    };
+    let want = sums(&mut ReferenceBackend::new(Arc::clone(&model.spec), Rounding::None));
+    assert_close("large weights", &sums(&mut backend(&model.spec, false)), &want, NMSE_F32);
 }
 
 #[test]
