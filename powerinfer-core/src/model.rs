@@ -221,28 +221,6 @@ impl Model {
         self.shared.plan.as_ref()
     }
 
-    /// Begins or ends counting which neurons fire.
-    pub(crate) fn record_fired(&self, on: bool) {
-        self.shared.engine().forward.used().for_each(|backend| backend.record_fired(on));
-    }
-
-    /// What was counted, `[n_layer][n_ff]`, or the name of a backend that does not count.
-    pub(crate) fn take_fired(&self) -> Result<Vec<Vec<u64>>, String> {
-        let mut engine = self.shared.engine();
-        let spec = &self.shared.spec;
-        let mut all = Vec::with_capacity(spec.n_layer);
-        for (layer, &n_ff) in spec.layers().zip(&spec.n_ff) {
-            let mut counts = vec![0; n_ff];
-            for backend in engine.forward.owners(layer) {
-                if !backend.take_fired(layer, &mut counts) {
-                    return Err(backend.info().name);
-                }
-            }
-            all.push(counts);
-        }
-        Ok(all)
-    }
-
     /// The model's name for people, from `general.name`.
     pub fn name(&self) -> Option<&str> {
         self.shared.name.as_deref()

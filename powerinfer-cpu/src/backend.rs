@@ -701,11 +701,17 @@ impl HybridBackend for CpuBackend {
     }
 
     fn record_fired(&mut self, on: bool) {
-        self.layers.iter_mut().filter_map(|layer| layer.ffn.as_mut()).for_each(|ffn| ffn.record_fired(on));
+        let max_rows = self.max_rows;
+        let ffns = self.layers.iter_mut().filter_map(|layer| layer.ffn.as_mut());
+        ffns.for_each(|ffn| ffn.record_fired(on, max_rows));
     }
 
     fn take_fired(&mut self, layer: LayerId, counts: &mut [u64]) -> bool {
         self.layers[layer.index()].ffn.as_mut().is_some_and(|ffn| ffn.take_fired(counts))
+    }
+
+    fn take_fired_by_row(&mut self, layer: LayerId, counts: &mut [u32]) -> bool {
+        self.layers[layer.index()].ffn.as_mut().is_some_and(|ffn| ffn.take_fired_by_row(counts))
     }
 
     fn take_cost(&mut self) -> StepCost {

@@ -252,6 +252,18 @@ impl HybridBackend for Timed {
         self.inner.hidden(out);
     }
 
+    fn record_fired(&mut self, on: bool) {
+        self.inner.record_fired(on);
+    }
+
+    fn take_fired(&mut self, layer: LayerId, counts: &mut [u64]) -> bool {
+        self.inner.take_fired(layer, counts)
+    }
+
+    fn take_fired_by_row(&mut self, layer: LayerId, counts: &mut [u32]) -> bool {
+        self.inner.take_fired_by_row(layer, counts)
+    }
+
     fn take_cost(&mut self) -> StepCost {
         std::mem::take(&mut self.cost)
     }
@@ -603,6 +615,18 @@ impl HybridBackend for MockDevice {
 
     fn hidden(&self, out: &mut [f32]) {
         self.inner.hidden(out);
+    }
+
+    fn record_fired(&mut self, on: bool) {
+        self.inner.record_fired(on);
+    }
+
+    fn take_fired(&mut self, layer: LayerId, counts: &mut [u64]) -> bool {
+        self.inner.take_fired(layer, counts)
+    }
+
+    fn take_fired_by_row(&mut self, layer: LayerId, counts: &mut [u32]) -> bool {
+        self.inner.take_fired_by_row(layer, counts)
     }
 
     fn take_cost(&mut self) -> StepCost {
