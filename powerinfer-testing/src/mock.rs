@@ -301,6 +301,7 @@ pub struct MockDevice {
     started: Vec<Started>,
     next_slot: u32,
     traffic: StepCost,
+    only_sums: bool,
 }
 
 #[derive(Debug)]
@@ -332,7 +333,15 @@ impl MockDevice {
             started: Vec::new(),
             next_slot: 0,
             traffic: StepCost::default(),
+            only_sums: false,
         }
+    }
+
+    /// The same device, which knows how often neurons fired only as sums over the rows of a step.
+    #[must_use]
+    pub fn with_only_sums(mut self) -> Self {
+        self.only_sums = true;
+        self
     }
 
     fn allocate(&mut self, what: &str, parts: impl IntoIterator<Item = u64>) -> Result<u64, BackendError> {
@@ -626,7 +635,7 @@ impl HybridBackend for MockDevice {
     }
 
     fn take_fired_by_row(&mut self, layer: LayerId, counts: &mut [u32]) -> bool {
-        self.inner.take_fired_by_row(layer, counts)
+        !self.only_sums && self.inner.take_fired_by_row(layer, counts)
     }
 
     fn take_cost(&mut self) -> StepCost {
