@@ -23,21 +23,19 @@ fn main() -> Result<(), Box<dyn Error>> {
         on_host.tokenizer().encode("The dog ran to the park. It saw a big red ball and was happy.", how)?;
     let counts = profile(&on_host, &[text], &options, &CancelToken::new(), &mut |_, _| ())?;
 
-    let plan = PlanOptions {
-        host: Host { name: "host".to_owned(), bandwidth: Bandwidth { dense: 50e9, gather: 35e9 } },
-        devices: vec![Accelerator {
-            name: "device".to_owned(),
-            free_bytes: 1 << 30,
-            budget: Budget::Bytes(2 << 20),
-            bandwidth: Bandwidth { dense: 800e9, gather: 600e9 },
-            link: 25e9,
-            latency: 1e-7,
-        }],
-        statistics: Statistics::Counts(Box::new(counts)),
-        n_ctx: Some(64),
-        n_seq: 1,
-        neurons: true,
+    let host = Host { name: "host".to_owned(), bandwidth: Bandwidth { dense: 50e9, gather: 35e9 } };
+    let device = Accelerator {
+        name: "device".to_owned(),
+        free_bytes: 1 << 30,
+        budget: Budget::Bytes(2 << 20),
+        bandwidth: Bandwidth { dense: 800e9, gather: 600e9 },
+        link: 25e9,
+        latency: 1e-7,
+        granule: 256,
+        kv_value_bytes: 2,
     };
+    let statistics = Statistics::Counts(Box::new(counts));
+    let plan = PlanOptions { n_ctx: Some(64), ..PlanOptions::new(host, vec![device], statistics) };
     let options = LoadOptions {
         accelerators: vec![Device::Reference(Rounding::None)],
         plan: Some(plan),

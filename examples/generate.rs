@@ -48,22 +48,25 @@ fn use_gpu(load: &mut LoadOptions, bytes: u64) -> Result<(), String> {
     use powerinfer::placement::{Accelerator, Bandwidth, Budget, Host, PlanOptions, Statistics};
     let gpus = powerinfer::cuda_devices().map_err(|error| error.to_string())?;
     let gpu = gpus.first().ok_or("there is none")?;
-    load.accelerators = vec![Device::Cuda(powerinfer::CudaOptions::default())];
-    load.plan = Some(PlanOptions {
-        host: Host { name: "host".to_owned(), bandwidth: Bandwidth { dense: 50e9, gather: 35e9 } },
-        devices: vec![Accelerator {
-            name: gpu.name.clone(),
-            free_bytes: gpu.free_bytes,
-            budget: Budget::Bytes(bytes),
-            bandwidth: Bandwidth { dense: 400e9, gather: 300e9 },
-            link: 20e9,
-            latency: 15e-6,
-        }],
-        statistics: Statistics::Unknown { rate: 0.2 },
-        n_ctx: None,
-        n_seq: 1,
-        neurons: true,
-    });
+    // Figures to begin with; both are measured.
+    let host = Host { name: "host".to_owned(), bandwidth: Bandwidth { dense: 50e9, gather: 35e9 } };
+    let device = Accelerator {
+        name: gpu.name.clone(),
+        free_bytes: gpu.free_bytes,
+        budget: Budget::Bytes(bytes),
+        bandwidth: Bandwidth { dense: 400e9, gather: 300e9 },
+        link: 20e9,
+        latency: 15e-6,
+        granule: Accelerator::CUDA_GRANULE,
+        kv_value_bytes: 2,
+    };
+    let options = powerinfer::CudaOptions {
+        memory_limit: Some(device.usable_bytes()),
+        ..powerinfer::CudaOptions::default()
+    };
+    load.accelerators = vec![Device::Cuda(options)];
+    let statistics = Statistics::Unknown { rate: 0.2 };
+    load.plan = Some(PlanOptions { measure: true, ..PlanOptions::new(host, vec![device], statistics) });
     Ok(())
 }
 

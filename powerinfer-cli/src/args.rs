@@ -146,17 +146,21 @@ pub(crate) struct ModelArgs {
 #[command(next_help_heading = "Placement")]
 pub(crate) struct PlacementArgs {
     /// Memory of the GPU that may be used: auto for what is free less a reserve, or a size as in 8GiB, 500MiB, 1000B;
-    /// a plain number is GiB; 0 is the CPU alone, as without this flag
-    #[arg(long, value_name = "SIZE", value_parser = budget)]
-    pub(crate) vram_budget: Option<Budget>,
+    /// a plain number is GiB; 0 is the CPU alone, as without this flag. Of several GPUs each may use as much, or as a
+    /// list says, such as 8GiB,6GiB
+    #[arg(long, value_name = "SIZE", value_parser = budget, value_delimiter = ',')]
+    pub(crate) vram_budget: Vec<Budget>,
     /// File that says how often each neuron fires, by which the hottest go to the GPU; MODEL.statistics.safetensors
     /// beside the model is used if it is there
     #[arg(long, value_name = "FILE", requires = "vram_budget")]
     pub(crate) statistics: Option<PathBuf>,
+    /// Share of the tokens for which the neurons of layers fire that the statistics lack; without it they are an error
+    #[arg(long, value_name = "SHARE", requires = "vram_budget", value_parser = share)]
+    pub(crate) statistics_fallback: Option<f32>,
     /// Take the neurons of this index file (.gpuidx) for the GPU, as PowerInfer writes it, instead of planning
     #[arg(long, value_name = "FILE", requires = "vram_budget", conflicts_with_all = ["statistics", "reset_gpu_index"])]
     pub(crate) gpu_index: Option<PathBuf>,
-    /// Plan anew even if MODEL.generated.gpuidx lies beside the model
+    /// Plan anew even if MODEL.plan.json, which keeps the last plan, or MODEL.generated.gpuidx lies beside the model
     #[arg(long, requires = "vram_budget")]
     pub(crate) reset_gpu_index: bool,
     /// Leave all neurons to the CPU; the GPU gets attention and head alone
@@ -166,16 +170,18 @@ pub(crate) struct PlacementArgs {
 
 /// Shows which parts of a model would go where.
 ///
-/// Nothing is loaded and no GPU need be there: --machine describes one. The speed is predicted from bytes and
-/// bandwidths; it is no measurement.
+/// Nothing is loaded and no GPU need be there: --machine describes one. With --machine this, the machine is measured with
+/// the first layers of the model, and the plan is kept beside the model for the other commands. The speed is predicted from
+/// bytes and bandwidths; it is no measurement.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   powerinfer plan -m model.gguf --machine rtx4090+ddr5 --vram-budget 8GiB
   powerinfer plan -m model.gguf --machine rtx2080ti+ddr4 --vram-budget auto --svg plan.svg
+  powerinfer plan -m model.gguf --machine this
   powerinfer plan --simulate")]
 pub(crate) struct PlanArgs {
-    /// Parts of the machine, joined by +: rtx4090, rtx2080ti; ddr5, ddr4
+    /// Parts of the machine, joined by +: rtx4090, rtx2080ti; ddr5, ddr4; or this
     #[arg(long, value_name = "NAME", default_value = "rtx4090+ddr5")]
     pub(crate) machine: String,
     /// Context length in tokens; the model's own, at most 4096, unless given

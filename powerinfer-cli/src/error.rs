@@ -56,6 +56,12 @@ pub(crate) enum CliError {
     /// A name that describes no machine.
     #[error(transparent)]
     Machine(#[from] powerinfer_core::placement::MachineError),
+    /// More sizes than GPUs.
+    #[error("--vram-budget gives {n_budgets} sizes, there are {n_devices} GPUs")]
+    Budgets { n_budgets: usize, n_devices: usize },
+    /// A flag that takes the place of a plan, for the command that makes one.
+    #[error("--gpu-index takes the place of a plan: leave it out, or use `powerinfer generate`")]
+    IndexForPlan,
     /// An index file of neurons.
     #[error("`{}` cannot be used", path.display())]
     GpuIndex { path: PathBuf, source: Box<powerinfer_gguf::GpuIndexError> },
@@ -106,7 +112,12 @@ impl CliError {
     /// The program's exit status.
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
-            Self::NoPrompt | Self::NoOutput | Self::FlagWithoutUse { .. } | Self::Sampling(_) => 2,
+            Self::NoPrompt
+            | Self::NoOutput
+            | Self::FlagWithoutUse { .. }
+            | Self::Budgets { .. }
+            | Self::IndexForPlan
+            | Self::Sampling(_) => 2,
             Self::Interrupted => 130,
             _ => 1,
         }

@@ -7,7 +7,7 @@ use powerinfer_core::sampling::{Mirostat, SamplingParams};
 use powerinfer_core::tokenizer::{Encode, Tokenizer, TokenizerError};
 use powerinfer_core::{
     Activation, ActiveMode, CalibrationChoice, Certified, CpuLevel, CpuOptions, Device, KvType, LoadOptions,
-    LoadProgress, Model, NoteLevel, Rounding, TokenId, WeightHome, default_threads,
+    LoadProgress, Model, NoteLevel, Notes, Rounding, TokenId, WeightHome, default_threads,
 };
 use powerinfer_gguf::{GgufFile, GgufModel};
 
@@ -67,6 +67,14 @@ impl Source {
 pub(crate) struct Loaded {
     pub(crate) model: Model,
     pub(crate) source: Source,
+}
+
+/// Prints notes, warnings as such.
+pub(crate) fn say_all(notes: &Notes) {
+    for (level, line) in notes.iter() {
+        let level = if level == NoteLevel::Warning { "warning" } else { "info" };
+        say(&format!("{level}: {line}"));
+    }
 }
 
 impl Loaded {

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use powerinfer_core::Device;
 use powerinfer_core::placement::{
-    Accelerator, Assignment, Bandwidth, Budget, Host, LayerAssignment, PlanOptions, Statistics,
+    Accelerator, Assignment, Bandwidth, Budget, Host, LayerAssignment, PlanOptions, Statistics, plan_path,
 };
 use powerinfer_gguf::{GgufFile, GpuIndex, GpuIndexError};
 use powerinfer_predictor::ActivationCounts;
@@ -35,6 +35,22 @@ pub(crate) fn statistics(args: &ModelArgs) -> Result<Statistics, CliError> {
     Ok(Statistics::Counts(Box::new(counts)))
 }
 
+/// Gives each device its budget; those for which a list has none are left out.
+fn give_budgets(devices: &mut Vec<Accelerator>, budgets: &[Budget]) -> Result<(), CliError> {
+    match budgets {
+        [] => {}
+        [all] => devices.iter_mut().for_each(|device| device.budget = *all),
+        each if each.len() > devices.len() => {
+            return Err(CliError::Budgets { n_budgets: each.len(), n_devices: devices.len() });
+        }
+        each => {
+            devices.truncate(each.len());
+            devices.iter_mut().zip(each).for_each(|(device, budget)| device.budget = *budget);
+        }
+    }
+    Ok(())
+}
+
 /// The options of a plan.
 pub(crate) fn plan_options(
     args: &ModelArgs,
@@ -42,13 +58,41 @@ pub(crate) fn plan_options(
     mut devices: Vec<Accelerator>,
     n_ctx: Option<usize>,
 ) -> Result<PlanOptions, CliError> {
-    let PlacementArgs { vram_budget, disable_gpu_index, .. } = args.placement;
-    for device in &mut devices {
-        device.budget = vram_budget.unwrap_or(Budget::Auto);
-    }
+    let PlacementArgs { vram_budget, disable_gpu_index, statistics_fallback, reset_gpu_index, .. } =
+        &args.placement;
+    give_budgets(&mut devices, vram_budget)?;
     let statistics =
-        if disable_gpu_index { Statistics::Unknown { rate: UNKNOWN_RATE } } else { statistics(args)? };
-    Ok(PlanOptions { host, devices, statistics, n_ctx, n_seq: 1, neurons: !disable_gpu_index })
+        if *disable_gpu_index { Statistics::Unknown { rate: UNKNOWN_RATE } } else { statistics(args)? };
+    Ok(PlanOptions {
+        n_ctx,
+        fallback_rate: *statistics_fallback,
+        neurons: !disable_gpu_index,
+        anew: *reset_gpu_index,
+        ..PlanOptions::new(host, devices, statistics)
+    })
+}
+
+/// The options of a plan for this machine, with what is measured on it.
+pub(crate) fn plan_for_this_machine(
+    args: &ModelArgs,
+    devices: Vec<Accelerator>,
+    n_ctx: Option<usize>,
+) -> Result<PlanOptions, CliError> {
+    // Where nothing can be measured, these are the figures of an ordinary machine.
+    let bandwidth = Bandwidth { dense: 50e9, gather: 35e9 };
+    let host = Host { name: host_name(), bandwidth };
+    let options = plan_options(args, host, devices, n_ctx)?;
+    // Without a device there is nothing to keep.
+    let saved = args.model.as_deref().filter(|_| !options.devices.is_empty()).map(plan_path);
+    Ok(PlanOptions { measure: true, saved, ..options })
+}
+
+/// The processor, where the system tells.
+fn host_name() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let named = info.lines().find_map(|line| line.strip_prefix("model name"));
+    let name = named.and_then(|rest| rest.split_once(':')).map_or("", |(_, name)| name.trim());
+    if name.is_empty() { "this machine".to_owned() } else { name.to_owned() }
 }
 
 /// What the placement flags ask for.
@@ -86,22 +130,19 @@ fn gpu_index(args: &ModelArgs) -> Result<Option<Assignment>, CliError> {
 
 /// The devices of this machine and what goes to them, if a budget is given.
 pub(crate) fn on_this_machine(args: &ModelArgs) -> Result<Wanted, CliError> {
-    match args.placement.vram_budget {
-        None | Some(Budget::Bytes(0)) => return Ok(Wanted::default()),
-        Some(_) => {}
+    let budgets = &args.placement.vram_budget;
+    if budgets.iter().all(|budget| *budget == Budget::Bytes(0)) {
+        return Ok(Wanted::default());
     }
     match gpus() {
-        Ok((mut devices, accelerators)) => {
+        Ok(found) => {
             if let Some(assignment) = gpu_index(args)? {
-                devices.truncate(1);
-                return Ok(Wanted { accelerators: devices, plan: None, assignment: Some(assignment) });
+                let accelerators = devices_of(&found[..1]);
+                return Ok(Wanted { accelerators, plan: None, assignment: Some(assignment) });
             }
-
-            // Figures of the host are assumed until it is measured.
-            let host =
-                Host { name: "this machine".to_owned(), bandwidth: Bandwidth { dense: 50e9, gather: 35e9 } };
-            let plan = plan_options(args, host, accelerators, None)?;
-            Ok(Wanted { accelerators: devices, plan: Some(plan), assignment: None })
+            let plan = plan_for_this_machine(args, found, None)?;
+            let accelerators = devices_of(&plan.devices);
+            Ok(Wanted { accelerators, plan: Some(plan), assignment: None })
         }
         Err(reason) => {
             say(&format!(
@@ -114,29 +155,45 @@ pub(crate) fn on_this_machine(args: &ModelArgs) -> Result<Wanted, CliError> {
     }
 }
 
+/// The GPUs of this machine, at least one, or why there is none.
 #[cfg(feature = "cuda")]
-fn gpus() -> Result<(Vec<Device>, Vec<Accelerator>), String> {
+pub(crate) fn gpus() -> Result<Vec<Accelerator>, String> {
     let found = powerinfer_core::cuda_devices().map_err(|error| error.to_string())?;
     if found.is_empty() {
         return Err("there is none".to_owned());
     }
-    let devices = (0..found.len()).map(|device| {
-        Device::Cuda(powerinfer_core::CudaOptions { device, ..powerinfer_core::CudaOptions::default() })
-    });
     let accelerators = found.iter().map(|info| Accelerator {
         name: info.name.clone(),
         free_bytes: info.free_bytes,
         budget: Budget::Auto,
-        // Assumed for lack of a measurement: those of a middling card, on PCIe 4.
+        // Where they cannot be measured: those of a middling card, on PCIe 4.
         bandwidth: Bandwidth { dense: 400e9, gather: 300e9 },
         link: 20e9,
         latency: 15e-6,
+        granule: Accelerator::CUDA_GRANULE,
+        kv_value_bytes: 2,
     });
-    let accelerators = accelerators.collect();
-    Ok((devices.collect(), accelerators))
+    Ok(accelerators.collect())
 }
 
 #[cfg(not(feature = "cuda"))]
-fn gpus() -> Result<(Vec<Device>, Vec<Accelerator>), String> {
+pub(crate) fn gpus() -> Result<Vec<Accelerator>, String> {
     Err("this program was built without the feature `cuda`".to_owned())
+}
+
+/// What computes on the first GPUs, none of which takes more memory than its budget.
+#[cfg(feature = "cuda")]
+pub(crate) fn devices_of(gpus: &[Accelerator]) -> Vec<Device> {
+    use powerinfer_core::CudaOptions;
+    let options = gpus.iter().enumerate().map(|(device, gpu)| CudaOptions {
+        device,
+        memory_limit: Some(gpu.usable_bytes()),
+        ..CudaOptions::default()
+    });
+    options.map(Device::Cuda).collect()
+}
+
+#[cfg(not(feature = "cuda"))]
+pub(crate) fn devices_of(_: &[Accelerator]) -> Vec<Device> {
+    Vec::new()
 }

@@ -87,6 +87,33 @@ fn budgets_are_kept_refused_or_zero() {
 }
 
 #[test]
+fn budgets_of_several_gpus_are_a_list() {
+    let plan = |args: &[&str]| powerinfer(&[&["plan", "--machine", "rtx4090+rtx2080ti"], args].concat());
+    let json: serde_json::Value =
+        serde_json::from_slice(&plan(&["--vram-budget", "64MiB,48MiB", "--json"]).stdout).unwrap();
+    let usable: Vec<u64> = (0..2).map(|i| json["devices"][i]["usable_bytes"].as_u64().unwrap()).collect();
+    assert_eq!(usable, [64 << 20, 48 << 20]);
+    let three = plan(&["--vram-budget", "1GiB,1GiB,1GiB"]);
+    assert_eq!(three.status.code(), Some(2));
+    assert!(text(&three.stderr).contains("3 sizes, there are 2 GPUs"), "{}", text(&three.stderr));
+}
+
+#[test]
+fn this_machine_is_measured_with_the_model() {
+    let plan = powerinfer(&["plan", "--machine", "this", "-t", "1"]);
+    assert!(plan.status.success(), "{}", text(&plan.stderr));
+    assert!(text(&plan.stderr).contains("GB/s of neurons in mode predictor"), "{}", text(&plan.stderr));
+    assert!(text(&plan.stdout).contains("tokens/s"), "{}", text(&plan.stdout));
+}
+
+#[test]
+fn an_index_takes_no_place_in_a_plan() {
+    let both = powerinfer(&["plan", "--vram-budget", "1GiB", "--gpu-index", "x.gpuidx"]);
+    assert_eq!(both.status.code(), Some(2));
+    assert!(text(&both.stderr).contains("--gpu-index takes the place of a plan"), "{}", text(&both.stderr));
+}
+
+#[test]
 fn without_a_gpu_a_budget_changes_no_text_and_says_why() {
     let args = ["generate", "-n", "8", "--temp", "0"];
     let plain = powerinfer(&args);

@@ -60,6 +60,15 @@ impl Default for Device {
 }
 
 impl Device {
+    /// The same device for weights that are loaded for a moment: nothing of it is kept in files.
+    pub(crate) fn to_measure(&self) -> Self {
+        match self {
+            #[cfg(feature = "cpu")]
+            Self::Cpu(options) => Self::Cpu(CpuOptions { home: WeightHome::HugePages, ..options.clone() }),
+            other => other.clone(),
+        }
+    }
+
     pub(crate) fn backend(&self, spec: &Arc<ModelSpec>) -> Result<Box<dyn HybridBackend>, BackendError> {
         Ok(match self {
             #[cfg(feature = "cpu")]

@@ -210,7 +210,7 @@ pub enum LoadError {
          calibration that uses a layer belongs to it"
     )]
     NoPredictors,
-    /// A calibration that cannot be read or belongs to another model.
+    /// A calibration or statistics that cannot be read or belong to another model.
     #[error(transparent)]
     Calibration(#[from] PredictorError),
     /// A calibration with more or fewer layers than the model.
@@ -610,7 +610,7 @@ fn gate_copies(
 }
 
 /// Ascending numbers as ranges: `0-3, 7`; `none` for none.
-fn ranges(numbers: impl Iterator<Item = u32>) -> String {
+pub(crate) fn ranges(numbers: impl Iterator<Item = u32>) -> String {
     let mut ranges: Vec<(u32, u32)> = Vec::new();
     for n in numbers {
         match ranges.last_mut() {

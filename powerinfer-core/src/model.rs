@@ -13,8 +13,8 @@ use powerinfer_sparse_ops::{
 use crate::chat::{ChatError, ChatTemplate};
 use crate::forward::Forward;
 use crate::load::{self, LoadError, LoadOptions, ModelWeights, Notes};
-use crate::placement::{self, Adaptive, Assignment, ModelShape, Plan, PlanOptions, PlanRequest, PlanTable};
-use crate::session::{self, Engine, Session, SessionError, SessionOptions};
+use crate::placement::{Adaptive, Assignment, Plan, PlanTable, Planning};
+use crate::session::{Engine, Session, SessionError, SessionOptions};
 use crate::spec::{self, Family};
 use crate::tokenizer::Tokenizer;
 use crate::vocab;
@@ -150,7 +150,10 @@ impl Model {
         let name = file.metadata().find::<String>("general.name")?;
         let plan = match &options.plan {
             Some(how) if options.assignment.is_none() => {
-                let plan = make_plan(&spec, name.as_deref(), &weights, default_mode, options, how)?;
+                let name = name.as_deref().unwrap_or(&spec.arch);
+                let mode = default_mode;
+                let plan = Planning { file, spec: &spec, name, weights: &weights, mode, options, how };
+                let plan = plan.plan(&mut notes)?;
                 for line in PlanTable(&plan).to_string().lines() {
                     notes.info(line);
                 }
@@ -198,7 +201,8 @@ impl Model {
     }
 
     /// Plans where the parts of a model file go, by [`LoadOptions::plan`], without loading them; no device need be
-    /// there. `path` is where a calibration is looked for beside the file. `None` if no plan is asked for.
+    /// there unless it is to be measured. `path` is where a calibration is looked for beside the file. The notes say what
+    /// was measured, and which plan of a file is not used. `None` if no plan is asked for.
     ///
     /// # Errors
     /// A [`LoadError`] that names the key or tensor at fault, or says that the statistics are of another model.
@@ -206,14 +210,18 @@ impl Model {
         file: &GgufModel,
         path: Option<&Path>,
         options: &LoadOptions,
-    ) -> Result<Option<Plan>, LoadError> {
+    ) -> Result<Option<(Plan, Notes)>, LoadError> {
         let Some(how) = &options.plan else { return Ok(None) };
         let mut notes = Notes::default();
         let family = Family::of(file)?;
         let spec = spec::read_spec(file, family, options, &mut notes)?;
         let parts = Parts::read(file, path, family, &spec, options, None, &mut notes)?;
         let name = file.metadata().find::<String>("general.name")?;
-        make_plan(&spec, name.as_deref(), &parts.weights, parts.default_mode, options, how).map(Some)
+        let (weights, mode) = (&parts.weights, parts.default_mode);
+        let name = name.as_deref().unwrap_or(&spec.arch);
+        let mut notes = Notes::default();
+        let plan = Planning { file, spec: &spec, name, weights, mode, options, how }.plan(&mut notes)?;
+        Ok(Some((plan, notes)))
     }
 
     /// The plan that the model was loaded by, if one was asked for.
@@ -341,32 +349,6 @@ fn default_mode(
     }
     notes.info(format!("mode {} ({why})", mode.name()));
     Ok(mode)
-}
-
-fn make_plan(
-    spec: &ModelSpec,
-    name: Option<&str>,
-    weights: &ModelWeights,
-    mode: ActiveMode,
-    options: &LoadOptions,
-    how: &PlanOptions,
-) -> Result<Plan, LoadError> {
-    let name = name.unwrap_or(&spec.arch).to_owned();
-    let mut shape = ModelShape::new(name, spec, &weights.dense, &weights.ffn, &weights.predictors);
-    if !how.neurons {
-        shape.keep_neurons("no neurons are to leave it");
-    }
-    let rates = how.statistics.rates(&shape)?;
-    Ok(placement::plan(&PlanRequest {
-        shape: &shape,
-        rates: &rates,
-        mode,
-        host: &how.host,
-        devices: &how.devices,
-        n_ctx: how.n_ctx.unwrap_or_else(|| session::default_context(spec)),
-        n_batch: options.n_batch,
-        n_seq: how.n_seq,
-    }))
 }
 
 /// Makes the backends and gives each what it is to hold. The host comes last to bring its weights in, since it gives

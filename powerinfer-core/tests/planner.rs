@@ -30,6 +30,8 @@ fn device(budget: Budget) -> Accelerator {
         bandwidth: Bandwidth { dense: 800e9, gather: 600e9 },
         link: 20e9,
         latency: 10e-6,
+        granule: 256,
+        kv_value_bytes: 2,
     }
 }
 
@@ -105,6 +107,20 @@ fn between_the_first_neuron_and_the_last_the_card_is_filled() {
         assert!(slack <= 32 * (neuron + 5 * 256), "{gib} GiB: {slack} bytes are left");
         assert!(plan.gap < 0.015, "{gib} GiB: gap {}", plan.gap);
     }
+}
+
+#[test]
+fn buffers_take_whole_pages_of_the_driver() {
+    let shape = seven_billion();
+    let rates = Rates::skewed(&shape, 0.1, 0.26);
+    let paged = Accelerator { granule: Accelerator::CUDA_GRANULE, ..device(Budget::Bytes(9 << 30)) };
+    let plan = planned(&shape, &rates, ActiveMode::Predictor, &[paged]);
+    let bytes = plan.devices[0].bytes;
+    for part in [bytes.dense, bytes.head, bytes.kv, bytes.predictors, bytes.neurons, bytes.steps] {
+        assert_eq!(part % Accelerator::CUDA_GRANULE, 0, "{bytes:?}");
+    }
+    assert!(bytes.total() <= 9 << 30 && bytes.total() > (9 << 30) - (64 << 20), "{bytes:?}");
+    assert!(plan.gap < 0.015, "gap {}", plan.gap);
 }
 
 #[test]
@@ -192,10 +208,12 @@ fn no_placement_of_a_small_model_is_more_than_a_hundredth_better_than_the_gap_sa
         let shape = ModelShape {
             name: "tiny".to_owned(),
             n_embd: 64,
+            n_head: 4,
             q_dim: 64,
             kv_dim: 64,
             n_vocab: 16,
             head_bytes: 0,
+            predictor_step_bytes: 16,
             layers: (0..3).map(|_| layer(&mut random)).collect(),
         };
         let by_layer: Vec<Vec<f32>> = (0..3)
@@ -262,6 +280,15 @@ fn counts() -> ActivationCounts {
     ActivationCounts::new(100, counts).unwrap()
 }
 
+/// A device to which everything moves at no cost.
+fn quick(bytes: u64) -> Accelerator {
+    Accelerator { latency: 0.0, link: 1e15, ..device(Budget::Bytes(bytes)) }
+}
+
+fn plan_options(devices: Vec<Accelerator>) -> PlanOptions {
+    PlanOptions::new(host(), devices, Statistics::Counts(Box::new(counts())))
+}
+
 #[test]
 fn what_is_planned_is_never_less_than_what_a_device_allocates() {
     for (i, bytes) in [0, 1, 300_000, 400_000, 600_000, 1_000_000, 2_000_000].into_iter().enumerate() {
@@ -272,14 +299,7 @@ fn what_is_planned_is_never_less_than_what_a_device_allocates() {
                 let options = MockOptions { memory_bytes: Some(bytes), late: true };
                 Ok(Box::new(MockDevice::new(spec, options, Arc::clone(&of_device))))
             }))],
-            plan: Some(PlanOptions {
-                host: host(),
-                devices: vec![Accelerator { latency: 0.0, link: 1e15, ..device(Budget::Bytes(bytes)) }],
-                statistics: Statistics::Counts(Box::new(counts())),
-                n_ctx: Some(N_CTX),
-                n_seq: 1,
-                neurons: true,
-            }),
+            plan: Some(PlanOptions { n_ctx: Some(N_CTX), ..plan_options(vec![quick(bytes)]) }),
             n_batch: 8,
             ..LoadOptions::default()
         };
@@ -301,14 +321,7 @@ fn what_is_planned_is_never_less_than_what_a_device_allocates() {
 fn statistics_of_another_model_are_refused() {
     let load = |counts: ActivationCounts| {
         let options = LoadOptions {
-            plan: Some(PlanOptions {
-                host: host(),
-                devices: vec![],
-                statistics: Statistics::Counts(Box::new(counts)),
-                n_ctx: None,
-                n_seq: 1,
-                neurons: true,
-            }),
+            plan: Some(PlanOptions::new(host(), vec![], Statistics::Counts(Box::new(counts)))),
             ..LoadOptions::default()
         };
         match TinyFile::sparse().load_with(&options) {

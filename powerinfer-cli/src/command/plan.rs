@@ -1,31 +1,42 @@
 //! `powerinfer plan`: which parts of a model go where, without loading it.
 
-use powerinfer_core::placement::{Machine, Plan, PlanTable};
+use powerinfer_core::placement::{LayerAssignment, Machine, Plan, PlanTable};
 use powerinfer_core::{LoadOptions, Model};
 use powerinfer_gguf::GpuIndex;
 
 use crate::args::PlanArgs;
 use crate::error::CliError;
 use crate::options::{self, Source};
-use crate::output::{print, print_json, write_file};
+use crate::output::{print, print_json, say, write_file};
 use crate::placement;
 
 pub(crate) fn run(args: &PlanArgs) -> Result<(), CliError> {
     if args.simulate {
         return print(&powerinfer_core::placement::simulation().to_string());
     }
-    let machine = Machine::named(&args.machine)?;
+    if args.model.placement.gpu_index.is_some() {
+        return Err(CliError::IndexForPlan);
+    }
     let source = Source::of(args.model.model.as_ref());
     let n_ctx = args.ctx_size.map(|n| n as usize);
-    let how = placement::plan_options(&args.model, machine.host, machine.devices, n_ctx)?;
-    let options = LoadOptions {
-        plan: Some(how),
-        ..options::load_options_on_host(&args.model, args.mode.map(options::mode))?
+    let on_host = options::load_options_on_host(&args.model, args.mode.map(options::mode))?;
+    let options = if args.machine == "this" {
+        let found = placement::gpus().unwrap_or_else(|reason| {
+            say(&format!("info: the plan is for the CPU alone, because {reason}"));
+            Vec::new()
+        });
+        let how = placement::plan_for_this_machine(&args.model, found, n_ctx)?;
+        LoadOptions { accelerators: placement::devices_of(&how.devices), plan: Some(how), ..on_host }
+    } else {
+        let machine = Machine::named(&args.machine)?;
+        let how = placement::plan_options(&args.model, machine.host, machine.devices, n_ctx)?;
+        LoadOptions { plan: Some(how), ..on_host }
     };
     let file = source.open()?;
-    let plan = Model::plan(&file, args.model.model.as_deref(), &options)
+    let (plan, notes) = Model::plan(&file, args.model.model.as_deref(), &options)
         .map_err(|error| source.load_error(error))?
         .expect("a plan was asked for");
+    options::say_all(&notes);
     if let Some(path) = &args.svg {
         write_file(path, |out| {
             let failed = |source| CliError::Write { path: path.clone(), source };
@@ -45,10 +56,12 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), CliError> {
     if args.json { print_json(&plan.to_json()) } else { print(&format!("{}\n", PlanTable(&plan))) }
 }
 
-/// The neurons of the first device.
+/// The neurons of the first device; none if there is none.
 fn gpu_index(plan: &Plan) -> GpuIndex {
+    let of_device =
+        |layer: &LayerAssignment| layer.owned.get(1).cloned().unwrap_or_else(|| layer.owned[0].complement());
     GpuIndex {
-        vram_capacity_bytes: plan.devices[0].usable_bytes,
-        layers: plan.assignment.layers.iter().map(|layer| layer.owned[1].clone()).collect(),
+        vram_capacity_bytes: plan.devices.first().map_or(0, |device| device.usable_bytes),
+        layers: plan.assignment.layers.iter().map(of_device).collect(),
     }
 }

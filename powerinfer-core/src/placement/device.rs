@@ -2,10 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Every allocation of a device is a multiple of this many bytes.
+/// Every part of a buffer takes a multiple of this many bytes.
 pub const ALLOCATION_BYTES: u64 = 256;
 
-/// What an allocation of `n_bytes` takes.
+/// What a part of `n_bytes` takes in its buffer.
 pub(crate) fn allocated(n_bytes: u64) -> u64 {
     n_bytes.checked_next_multiple_of(ALLOCATION_BYTES).unwrap_or(u64::MAX)
 }
@@ -52,11 +52,24 @@ pub struct Accelerator {
     pub link: f64,
     /// Seconds that a transfer of any size takes, launches and waiting included.
     pub latency: f64,
+    /// Bytes of which every buffer takes a multiple: one for each layer's dense part, neurons and predictor, one for the
+    /// head, for each sequence and for what steps work in.
+    pub granule: u64,
+    /// Bytes of a value in keys and values.
+    pub kv_value_bytes: u64,
 }
 
 impl Accelerator {
+    /// [`Accelerator::granule`] of CUDA, whose driver hands out memory in pages of 2 MiB.
+    pub const CUDA_GRANULE: u64 = 2 << 20;
+
     /// Left free by [`Budget::Auto`], for the driver's own allocations and for what else draws on the device.
     pub const RESERVE_BYTES: u64 = 512 << 20;
+
+    /// What a buffer of `n_bytes` takes.
+    pub(crate) fn buffer(&self, n_bytes: u64) -> u64 {
+        n_bytes.checked_next_multiple_of(self.granule.max(1)).unwrap_or(u64::MAX)
+    }
 
     /// Bytes that a plan may use.
     pub fn usable_bytes(&self) -> u64 {

@@ -86,6 +86,8 @@ impl Machine {
                     },
                     link: d.link,
                     latency,
+                    granule: Accelerator::CUDA_GRANULE,
+                    kv_value_bytes: 2,
                 });
             } else {
                 let names = |names: Vec<&String>| {

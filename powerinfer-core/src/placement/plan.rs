@@ -21,12 +21,13 @@
 use std::borrow::Cow;
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
+use std::path::PathBuf;
 
 use powerinfer_predictor::ActivationCounts;
 use powerinfer_sparse_ops::{ActiveMode, NeuronId, NeuronSet};
 
 use super::device::{Accelerator, Host};
-use super::rates::{Rates, RatesError};
+use super::rates::Rates;
 use super::shape::{LayerShape, ModelShape};
 use super::{Assignment, LayerAssignment};
 
@@ -60,12 +61,41 @@ pub struct PlanOptions {
     pub devices: Vec<Accelerator>,
     /// How often neurons are active.
     pub statistics: Statistics,
+    /// Rate of the neurons of layers that the statistics do not fit, which are refused without it.
+    pub fallback_rate: Option<f32>,
     /// Positions of a sequence; `None` for the default of a session.
     pub n_ctx: Option<usize>,
     /// Sequences at a time.
     pub n_seq: usize,
     /// Whether neurons may leave the host, or dense parts alone.
     pub neurons: bool,
+    /// Decodes with the first layers, at most 1 GiB of them, on the host and on each device, and plans with the speeds
+    /// that this shows in the place of those given.
+    pub measure: bool,
+    /// A file that keeps the plan, as [`super::plan_path`] names it. What it holds is used as long as model, statistics,
+    /// budget and machine are the same; a note says when it is made anew, and why.
+    pub saved: Option<PathBuf>,
+    /// Whether a new plan is made whatever that file holds.
+    pub anew: bool,
+}
+
+impl PlanOptions {
+    /// One sequence of the default length, neurons on devices where that saves time, the figures as given, and nothing
+    /// kept.
+    pub fn new(host: Host, devices: Vec<Accelerator>, statistics: Statistics) -> Self {
+        Self {
+            host,
+            devices,
+            statistics,
+            fallback_rate: None,
+            n_ctx: None,
+            n_seq: 1,
+            neurons: true,
+            measure: false,
+            saved: None,
+            anew: false,
+        }
+    }
 }
 
 /// What is known of how often neurons are active.
@@ -78,15 +108,6 @@ pub enum Statistics {
     },
     /// Counts on some text.
     Counts(Box<ActivationCounts>),
-}
-
-impl Statistics {
-    pub(crate) fn rates(&self, shape: &ModelShape) -> Result<Rates, RatesError> {
-        match self {
-            Self::Unknown { rate } => Ok(Rates::uniform(shape, *rate)),
-            Self::Counts(counts) => Rates::from_counts(counts, shape),
-        }
-    }
 }
 
 /// Where everything goes, and what that takes and gives.
@@ -106,7 +127,7 @@ pub struct Plan {
 }
 
 /// What one device holds.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct DevicePlan {
     /// Its name.
     pub name: String,
@@ -129,7 +150,7 @@ pub struct DevicePlan {
 }
 
 /// Bytes on a device, with every allocation rounded up.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct PartBytes {
     /// Attention and norms.
     pub dense: u64,
@@ -283,9 +304,26 @@ impl Planner<'_> {
     fn dense_bytes(&self, layer: usize) -> u64 {
         let shape = self.layer(layer);
         let predictor = if self.request.mode == ActiveMode::Predictor { shape.predictor_bytes } else { 0 };
-        let kv = self.request.shape.kv_bytes(self.request.n_ctx, 1);
+        let kv = self.request.shape.kv_bytes(self.request.n_ctx, 1, 2);
         // On average half of the context is in use.
         shape.dense_bytes + predictor + kv / 2
+    }
+
+    /// Bytes of keys and values of a layer on a device.
+    fn kv_bytes(&self, device: usize) -> u64 {
+        let PlanRequest { shape, n_ctx, n_seq, .. } = self.request;
+        shape.kv_bytes(n_ctx, n_seq, self.request.devices[device].kv_value_bytes)
+    }
+
+    /// Bytes of the head on a device.
+    fn head_bytes(&self, device: usize) -> u64 {
+        self.request.devices[device].buffer(self.request.shape.head_bytes)
+    }
+
+    /// Bytes that steps work in on a device.
+    fn step_bytes(&self, device: usize) -> u64 {
+        let PlanRequest { shape, n_batch, n_ctx, .. } = self.request;
+        self.request.devices[device].buffer(shape.step_bytes(n_batch, n_ctx))
     }
 
     /// Seconds of a layer.
@@ -334,11 +372,11 @@ impl Planner<'_> {
         let mut ends = state.ends.clone();
         ends.push(first + n);
         let home = if moves_home { device + 1 } else { state.home };
-        let mut bytes = shape.neuron_bytes(n);
+        let accelerator = &self.request.devices[device];
+        let mut bytes = accelerator.buffer(shape.neuron_bytes(n));
         if moves_home {
-            let kv = self.request.shape.kv_bytes(self.request.n_ctx, self.request.n_seq);
-            bytes =
-                [shape.dense_bytes, shape.predictor_bytes, kv].into_iter().fold(bytes, u64::saturating_add);
+            let home = [shape.dense_bytes, shape.predictor_bytes, self.kv_bytes(device)];
+            bytes = home.map(|n| accelerator.buffer(n)).into_iter().fold(bytes, u64::saturating_add);
         }
         Choice { moves_home, n, bytes, seconds: self.layer_seconds(layer, home, &ends) }
     }
@@ -377,7 +415,7 @@ impl Planner<'_> {
     /// Fills a device; what is to be said about it, and how far from the bound it ends.
     fn fill(&mut self, device: usize) -> (Vec<String>, f64) {
         let accelerator = &self.request.devices[device];
-        let steps = self.request.shape.step_bytes(self.request.n_batch);
+        let steps = self.step_bytes(device);
         let usable = accelerator.usable_bytes();
         let why_nothing = if usable == 0 {
             Some(match accelerator.budget {
@@ -473,9 +511,10 @@ impl Planner<'_> {
 
     /// The head as a step, what a byte saves and the bytes, if it saves anything.
     fn head_step(&self, device: usize) -> Option<(f64, u64)> {
-        let bytes = self.request.shape.head_bytes;
-        let per_byte = 1.0 / self.dense_bandwidth(0) - 1.0 / self.dense_bandwidth(device + 1);
-        (self.head == 0 && bytes > 0 && per_byte > 0.0).then_some((per_byte, bytes))
+        let bytes = self.head_bytes(device);
+        let of_byte = 1.0 / self.dense_bandwidth(0) - 1.0 / self.dense_bandwidth(device + 1);
+        let saved = self.request.shape.head_bytes as f64 * of_byte;
+        (self.head == 0 && saved > 0.0).then_some((saved / bytes as f64, bytes))
     }
 
     /// The hulls of all layers.
@@ -541,7 +580,7 @@ impl Planner<'_> {
         let mut too_small = None;
         while let Some(Queued { layer, .. }) = queue.pop() {
             if layer == n_layer {
-                let bytes = self.request.shape.head_bytes;
+                let bytes = self.head_bytes(device);
                 if bytes <= left {
                     left -= bytes;
                     self.head = device + 1;
@@ -602,22 +641,22 @@ impl Planner<'_> {
             let layer_shape = self.layer(layer);
             let (from, to) = self.range(state, device);
             n_neurons += to - from;
-            bytes.neurons += layer_shape.neuron_bytes(to - from);
+            bytes.neurons += accelerator.buffer(layer_shape.neuron_bytes(to - from));
             active += self.request.rates.sum(layer, from, to);
             all_active += self.request.rates.sum(layer, 0, layer_shape.n_ff);
             if state.home == device + 1 {
                 n_homes += 1;
-                bytes.dense += layer_shape.dense_bytes;
-                bytes.predictors += layer_shape.predictor_bytes;
-                bytes.kv = bytes.kv.saturating_add(shape.kv_bytes(self.request.n_ctx, self.request.n_seq));
+                bytes.dense += accelerator.buffer(layer_shape.dense_bytes);
+                bytes.predictors += accelerator.buffer(layer_shape.predictor_bytes);
+                bytes.kv = bytes.kv.saturating_add(accelerator.buffer(self.kv_bytes(device)));
             }
         }
         let has_head = self.head == device + 1;
         if has_head {
-            bytes.head = shape.head_bytes;
+            bytes.head = self.head_bytes(device);
         }
         if bytes.total() > 0 {
-            bytes.steps = shape.step_bytes(self.request.n_batch);
+            bytes.steps = self.step_bytes(device);
         }
         DevicePlan {
             name: accelerator.name.clone(),

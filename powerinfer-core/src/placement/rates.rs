@@ -3,7 +3,7 @@
 use powerinfer_predictor::ActivationCounts;
 use powerinfer_sparse_ops::LayerId;
 
-use super::shape::ModelShape;
+use super::shape::{LayerShape, ModelShape};
 
 /// Statistics that do not belong to the model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -73,16 +73,23 @@ impl Rates {
         if counts.n_layer() != shape.layers.len() {
             return Err(RatesError::Layers { expected: shape.layers.len(), got: counts.n_layer() });
         }
-        let n_tokens = counts.n_tokens() as f32;
-        let mut layers = Vec::new();
-        for (layer, expected) in (0..).map(LayerId).zip(&shape.layers) {
-            let counts = counts.layer(layer).unwrap_or_default();
-            if counts.len() != expected.n_ff {
-                return Err(RatesError::Neurons { layer, expected: expected.n_ff, got: counts.len() });
-            }
-            layers.push(counts.iter().map(|&count| count as f32 / n_tokens).collect());
-        }
-        Ok(Self::new(layers))
+        let layers = (0..).map(LayerId).zip(&shape.layers);
+        Ok(Self::new(
+            layers.map(|(layer, expected)| of_layer(counts, layer, expected)).collect::<Result<_, _>>()?,
+        ))
+    }
+
+    /// From counts on some text; every neuron of a layer that they lack or do not fit has the rate `rate`. Those layers
+    /// are the second result.
+    pub fn with_fallback(counts: &ActivationCounts, shape: &ModelShape, rate: f32) -> (Self, Vec<LayerId>) {
+        let mut without = Vec::new();
+        let layers = (0..).map(LayerId).zip(&shape.layers).map(|(layer, expected)| {
+            of_layer(counts, layer, expected).unwrap_or_else(|_| {
+                without.push(layer);
+                vec![rate; expected.n_ff]
+            })
+        });
+        (Self::new(layers.collect()), without)
     }
 
     /// Rates of a power law, `rate(i) ∝ (i + 1)^-a`, at most 1, in which the share `hot` of the neurons makes 80 % of
@@ -112,6 +119,20 @@ impl Rates {
         let sums = &self.layers[layer].sums;
         sums[to] - sums[from]
     }
+}
+
+/// Rates of one layer, `[n_ff]`.
+fn of_layer(
+    counts: &ActivationCounts,
+    layer: LayerId,
+    expected: &LayerShape,
+) -> Result<Vec<f32>, RatesError> {
+    let n_tokens = counts.n_tokens() as f32;
+    let counts = counts.layer(layer).unwrap_or_default();
+    if counts.len() != expected.n_ff {
+        return Err(RatesError::Neurons { layer, expected: expected.n_ff, got: counts.len() });
+    }
+    Ok(counts.iter().map(|&count| count as f32 / n_tokens).collect())
 }
 
 /// See [`Rates::skewed`].

@@ -4,7 +4,7 @@
 pub(crate) mod split;
 
 use powerinfer_core::{LoadError, LoadOptions, Model};
-use powerinfer_gguf::{GgmlType, GgufWriter, Magic, Value};
+use powerinfer_gguf::{GgmlType, GgufFile, GgufModel, GgufWriter, Magic, Value};
 use powerinfer_sparse_ops::WeightType;
 use powerinfer_testing::tiny::{Random, encoded};
 
@@ -197,6 +197,11 @@ impl TinyFile {
 
     pub(crate) fn load_with(&self, options: &LoadOptions) -> Result<Model, LoadError> {
         Model::from_bytes(self.bytes(), options)
+    }
+
+    /// The file, opened.
+    pub(crate) fn model(&self) -> GgufModel {
+        GgufModel::from(GgufFile::from_bytes(self.bytes()).unwrap())
     }
 
     /// The error of loading it.
