@@ -37,7 +37,7 @@ const MAX_PICKLE_STEPS: usize = 256;
 const MAX_PICKLE_COPIES: usize = 4;
 /// Most entries of an archive; that of a tensor has 7.
 const MAX_ENTRIES: usize = 64;
-const EXPECTED: &str = "`activation_N.pt`";
+const EXPECTED: &str = "`activation_N.pt` for each layer N";
 /// PyTorch maps the numbers into memory at multiples of this.
 const ALIGN: u16 = 64;
 
@@ -52,6 +52,14 @@ pub enum PtError {
         n_bytes: u64,
         /// The limit.
         limit: u64,
+    },
+    /// A file name that says no layer, or a layer that should not be there.
+    #[error("file `{name}` is unexpected; expected are {expected}")]
+    Name {
+        /// The name, shortened.
+        name: String,
+        /// The names that have a meaning.
+        expected: &'static str,
     },
     /// Not an archive, or a broken one. PyTorch before 1.6 wrote no archives.
     #[error("not a whole zip archive, as torch.save writes since PyTorch 1.6: {reason}")]
@@ -129,10 +137,8 @@ impl ActivationCounts {
         let mut by_layer = BTreeMap::new();
         for path in paths.into_iter().map(Into::into) {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
-            let layer = layer_of(&name).ok_or_else(|| PredictorError::UnexpectedTensor {
-                tensor: shortened(&name),
-                expected: EXPECTED,
-            })?;
+            let layer = layer_of(&name)
+                .ok_or_else(|| PtError::Name { name: shortened(&name), expected: EXPECTED })?;
             if by_layer.insert(layer, path).is_some() {
                 return Err(PredictorError::RepeatedLayer { layer });
             }
@@ -149,7 +155,7 @@ impl ActivationCounts {
     /// place in them.
     ///
     /// # Errors
-    /// [`PredictorError::Write`]; [`PredictorError::OtherModel`] if the folder has files of layers that there are none of.
+    /// [`PredictorError::Write`]; [`PtError::Name`] in it if the folder has files of layers that there are none of.
     pub fn write_pt(&self, folder: impl AsRef<Path>) -> Result<(), PredictorError> {
         let folder = folder.as_ref();
         let failed = |source| PredictorError::Write { path: folder.to_owned(), source };
@@ -158,11 +164,9 @@ impl ActivationCounts {
         for path in pt_files(folder)? {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             if !layer_of(&name).is_some_and(has_layer) {
-                return Err(PredictorError::UnexpectedTensor {
-                    tensor: shortened(&name),
-                    expected: "those of layers that are written",
-                }
-                .in_file(folder));
+                let expected = "files of the layers that are written";
+                let error = PtError::Name { name: shortened(&name), expected };
+                return Err(PredictorError::from(error).in_file(folder));
             }
         }
         for layer in (0..).map(LayerId).take_while(|&layer| has_layer(layer)) {
@@ -640,7 +644,7 @@ mod tests {
         fs::remove_file(folder.path().join("activation_10.pt")).unwrap();
         file("activation_00.pt", "good_int64.pt");
         assert!(
-            matches!(open(), PredictorError::UnexpectedTensor { tensor, .. } if tensor == "activation_00.pt")
+            matches!(open(), PredictorError::Pt(PtError::Name { name, .. }) if name == "activation_00.pt")
         );
         fs::remove_file(folder.path().join("activation_00.pt")).unwrap();
         fs::create_dir(folder.path().join("activation_1.pt")).unwrap();
@@ -651,7 +655,7 @@ mod tests {
         assert!(matches!(twice, PredictorError::RepeatedLayer { layer: LayerId(0) }), "{twice}");
         assert_eq!(ActivationCounts::open(&file).unwrap().n_layer(), 1);
         let error = ActivationCounts::open(folder.path().join("x.pt")).unwrap_err();
-        assert!(matches!(error, PredictorError::UnexpectedTensor { .. }), "{error}");
+        assert!(matches!(error, PredictorError::Pt(PtError::Name { .. })), "{error}");
         fs::write(&file, archive("x", &[0, 0]).unwrap()).unwrap();
         let error = ActivationCounts::open(&file).unwrap_err();
         assert!(matches!(error, PredictorError::NoTokens { .. }), "{error}");
@@ -673,7 +677,7 @@ mod tests {
             ("repeated", "tensor `counts` has the shape [7], expected one dimension"),
             ("negative", "neuron 0 fired -1 times"),
             ("half", "neuron 0 fired 1.5 times"),
-            ("nan", "neuron 1 fired "),
+            ("nan", "neuron 1 fired NaN times"),
             ("infinite", "neuron 1 fired inf times"),
             ("huge", "neuron 1 fired 1000000015047466200000000000000 times"),
             ("legacy", "not a whole zip archive, as torch.save writes since PyTorch 1.6"),
