@@ -11,7 +11,8 @@ statistics say. Make the statistics so, with arithmetic in float32 as well:
     powerinfer profile -m MODEL.gguf --device reference --text TEXT --tokens 1000 --out STATISTICS
 
 A count may be off by no more than the number of tokens whose gate is within SHARE (1e-4) of the layer's mean gate from
-zero. With the CPU backend, which rounds activations to 8 bits for quantized weights, use --tie 0.05.
+zero. The CPU backend rounds activations to 8 bits where weights are quantized, which moves more gates over zero the more
+layers there are: with its statistics the figures tell how many, and --tie 0.2 is wide enough for 30 layers but for a few.
 
 Packages (a virtual environment outside the repository): torch transformers gguf tokenizers safetensors
 """
