@@ -138,7 +138,7 @@ fn counts_are_those_of_loops_that_share_nothing_with_the_backends() {
     let mut ties = vec![vec![0; N_FF]; N_LAYER];
     // For each layer and token, between which numbers of neurons fired.
     let mut bins = vec![[0i64; ShareHistogram::BINS]; N_LAYER];
-    let mut unsure = vec![0; N_LAYER];
+    let mut unsure = [0; N_LAYER];
     for sequence in &sequences {
         for (layer, tokens) in plain_loops(&file, sequence).iter().enumerate() {
             for pairs in tokens {
