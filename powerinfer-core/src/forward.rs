@@ -63,7 +63,8 @@ impl LayerRoute {
 }
 
 impl Forward {
-    /// With `adaptive`, the host (backend 0) has all neurons and leaves to the others what they hold.
+    /// With `adaptive`, the host (backend 0) has all neurons of layers that are split and leaves to the others what they
+    /// hold.
     ///
     /// # Panics
     /// If the assignment names a backend that is not there.
@@ -94,6 +95,11 @@ impl Forward {
             tickets: backends.iter().map(|_| None).collect(),
             backends,
         }
+    }
+
+    /// Whether neurons move, and by what the backends count.
+    pub(crate) fn is_adaptive(&self) -> bool {
+        self.adaptive.is_some()
     }
 
     /// The backends that hold anything.
@@ -149,7 +155,7 @@ impl Forward {
                     watch.ffn_input(layer, ffn_input);
                 }
                 if let Some(adaptive) = adaptive {
-                    adaptive.observe(layer, &ffn_input.active);
+                    adaptive.observe(layer, ffn_input);
                 }
                 // y = sum over owners of (sum over owned, active neurons i of hidden_i · down_i)
                 for &owner in &way.start {
@@ -179,7 +185,7 @@ impl Forward {
             backends[route.head].head(wanted, logits);
         }
         if let Some(adaptive) = adaptive {
-            adaptive.exchange(backends);
+            adaptive.exchange(step, backends);
         }
     }
 

@@ -161,7 +161,7 @@ impl Model {
             }
             _ => None,
         };
-        let forward = fill_backends(&spec, weights, plan.as_ref(), options)?;
+        let forward = fill_backends(&spec, weights, plan.as_ref(), options, &mut notes)?;
         let backends: Vec<BackendInfo> = forward.backends.iter().map(|b| b.info()).collect();
         for backend in &backends {
             notes.info(format!("{}: {}", backend.name, backend.description));
@@ -227,6 +227,11 @@ impl Model {
     /// The plan that the model was loaded by, if one was asked for.
     pub fn placement(&self) -> Option<&Plan> {
         self.shared.plan.as_ref()
+    }
+
+    /// Whether neurons move while it runs, by what the backends count.
+    pub(crate) fn is_adaptive(&self) -> bool {
+        self.shared.engine().forward.is_adaptive()
     }
 
     /// The model's name for people, from `general.name`.
@@ -358,6 +363,7 @@ fn fill_backends(
     weights: ModelWeights,
     plan: Option<&Plan>,
     options: &LoadOptions,
+    notes: &mut Notes,
 ) -> Result<Forward, LoadError> {
     let devices = || std::iter::once(&options.device).chain(&options.accelerators);
     let n_backends = devices().count();
@@ -384,7 +390,7 @@ fn fill_backends(
         backends[home].load_dense(part)?;
     }
     let adaptive = options.adaptive.filter(|_| n_backends > 1);
-    let adaptive = adaptive.map(|how| Adaptive::new(how, assignment, weights.ffn.clone()));
+    let mut adaptive = adaptive.map(|how| Adaptive::new(how, assignment, weights.ffn.clone()));
     let layers = weights.ffn.into_iter().zip(weights.predictors).zip(&assignment.layers);
     for (layer, ((ffn, predictor), assigned)) in (0..).map(LayerId).zip(layers) {
         // Only between two holders do neurons move.
@@ -408,5 +414,8 @@ fn fill_backends(
         backend.load_done(&mut |done, total| options.progress.tell(done, total))?;
     }
     not_on_host.iter().for_each(WeightMatrix::release);
+    if let Some(name) = adaptive.as_mut().and_then(|adaptive| adaptive.start(&mut backends)) {
+        notes.warn(format!("in mode exact no neurons move: {name} does not count which of them fire"));
+    }
     Ok(Forward::new(spec, backends, assignment, adaptive, options.n_batch))
 }

@@ -46,6 +46,11 @@ pub enum ProfileError {
         /// Its name.
         backend: String,
     },
+    /// Neurons of the model move while it runs, by the same counts.
+    #[error(
+        "neurons of this model move by how often they fire: load it without adaptive placement to profile it"
+    )]
+    Adaptive,
     /// Counts that cannot be stored.
     #[error(transparent)]
     Counts(#[from] PredictorError),
@@ -116,6 +121,9 @@ pub fn profile(
     let spec = model.spec();
     if !spec.activation.has_exact_zeros() {
         return Err(ProfileError::NoZeros { activation: spec.activation.name() });
+    }
+    if model.is_adaptive() {
+        return Err(ProfileError::Adaptive);
     }
     let n_bos = usize::from(options.bos.is_some());
     let len = options.sequence_len.min(spec.n_ctx_train).max(1 + n_bos);

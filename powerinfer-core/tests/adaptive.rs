@@ -6,21 +6,24 @@ mod support;
 use std::sync::Arc;
 
 use powerinfer_core::placement::{AdaptiveOptions, Assignment, LayerAssignment};
-use powerinfer_core::{ActiveMode, Device, LoadOptions, MakeBackend, Rounding, SessionOptions, TokenId};
+use powerinfer_core::profile::{ProfileOptions, profile};
+use powerinfer_core::{
+    ActiveMode, CancelToken, Device, LoadOptions, MakeBackend, Rounding, SessionOptions, TokenId,
+};
 use powerinfer_sparse_ops::reference::ReferenceBackend;
 use powerinfer_sparse_ops::{LayerId, NeuronId, NeuronSet};
 use powerinfer_testing::mock::{Account, Clock, MockDevice, MockOptions, Speed, Timed};
 use powerinfer_testing::tiny::Random;
 use powerinfer_testing::tolerance::{NMSE_F32, assert_close};
 
-use support::{N_CTX, N_FF, N_LAYER, N_VOCAB, TinyFile};
+use support::{N_CTX, N_EMBD, N_FF, N_LAYER, N_VOCAB, TinyFile};
 
 /// Of each layer.
 const N_HOT: usize = N_FF / 4;
 const N_TOKENS: usize = 700;
 
 struct Run {
-    /// How often each neuron of each layer was active.
+    /// How often each neuron of each layer was active on the device.
     asked: Vec<Vec<u64>>,
     logits: Vec<f32>,
     ns: u64,
@@ -49,7 +52,7 @@ fn tokens() -> Vec<TokenId> {
 }
 
 /// Decodes all tokens in short texts and keeps the logits of every 50th.
-fn run(hot: &[NeuronSet], adaptive: Option<AdaptiveOptions>) -> Run {
+fn run(mode: ActiveMode, hot: &[NeuronSet], adaptive: Option<AdaptiveOptions>) -> Run {
     let clock = Clock::default();
     let account = Arc::new(Account::default());
     let (host, device) = devices(&clock, &account);
@@ -62,8 +65,8 @@ fn run(hot: &[NeuronSet], adaptive: Option<AdaptiveOptions>) -> Run {
         adaptive,
         ..LoadOptions::default()
     };
-    let model = TinyFile::sparse().load_with(&options).unwrap();
-    let options = SessionOptions { mode: Some(ActiveMode::Predictor), ..SessionOptions::default() };
+    let model = file(mode).load_with(&options).unwrap();
+    let options = SessionOptions { mode: Some(mode), ..SessionOptions::default() };
     let mut session = model.session(&options).unwrap();
     let before = clock.now();
     let mut logits = Vec::new();
@@ -94,16 +97,36 @@ fn ranked(asked: &[Vec<u64>], hottest: bool) -> Vec<NeuronSet> {
     asked.iter().map(set).collect()
 }
 
-#[test]
-fn adaptive_placement_keeps_the_logits_leaves_a_good_split_alone_and_mends_a_bad_one() {
+/// The toy model of a mode. Its own embedding has no direction that all tokens share, so that its neurons fire about
+/// equally often; with one, the gates that point along it fire more often.
+fn file(mode: ActiveMode) -> TinyFile {
+    let mut file = TinyFile::sparse();
+    if mode == ActiveMode::Exact {
+        let embedding = file.values("token_embd.weight").into_iter().map(|v| v + 0.3).collect();
+        file.tensor("token_embd.weight", &[N_EMBD, N_VOCAB], embedding);
+    }
+    file
+}
+
+/// How often each neuron of each layer fires.
+fn fired() -> Vec<Vec<u64>> {
+    let model = file(ActiveMode::Exact).load_with(&LoadOptions::default()).unwrap();
+    let options = ProfileOptions { n_tokens: N_TOKENS, sequence_len: N_CTX, bos: None };
+    let counts = profile(&model, &[tokens()], &options, &CancelToken::new(), &mut |_, _| ()).unwrap();
+    (0..N_LAYER as u32).map(|layer| counts.layer(LayerId(layer)).unwrap().to_vec()).collect()
+}
+
+/// Placements that are good and bad for a mode, and what moving makes of them.
+fn mends_bad_splits_alone(mode: ActiveMode) {
     let any = vec![NeuronSet::from_ids(N_FF, (0..N_HOT as u32).map(NeuronId)); N_LAYER];
-    let first = run(&any, None);
-    let (best, worst) = (ranked(&first.asked, true), ranked(&first.asked, false));
+    let first = run(mode, &any, None);
+    let wanted = if mode == ActiveMode::Exact { fired() } else { first.asked };
+    let (best, worst) = (ranked(&wanted, true), ranked(&wanted, false));
     // A neuron of the toy takes 768 bytes, a token reads about 200 KB.
     let adaptive = AdaptiveOptions { half_life: 128.0, hysteresis: 24.0, bytes_per_token: 2 * 768 };
 
-    let good = run(&best, None);
-    let good_adaptive = run(&best, Some(adaptive));
+    let good = run(mode, &best, None);
+    let good_adaptive = run(mode, &best, Some(adaptive));
     assert_close("a good split", &good_adaptive.logits, &good.logits, NMSE_F32);
     assert!(
         good_adaptive.ns as f64 <= 1.02 * good.ns as f64,
@@ -112,8 +135,8 @@ fn adaptive_placement_keeps_the_logits_leaves_a_good_split_alone_and_mends_a_bad
         good.ns
     );
 
-    let bad = run(&worst, None);
-    let mended = run(&worst, Some(adaptive));
+    let bad = run(mode, &worst, None);
+    let mended = run(mode, &worst, Some(adaptive));
     assert_close("a bad split", &mended.logits, &good.logits, NMSE_F32);
     assert!(mended.swapped_bytes > 0 && mended.swapped_bytes <= (N_TOKENS * 2 * 768) as u64);
     let (worst_ns, mended_ns, best_ns) = (bad.ns as f64, mended.ns as f64, good.ns as f64);
@@ -124,8 +147,25 @@ fn adaptive_placement_keeps_the_logits_leaves_a_good_split_alone_and_mends_a_bad
 }
 
 #[test]
+fn adaptive_placement_keeps_the_logits_leaves_a_good_split_alone_and_mends_a_bad_one() {
+    mends_bad_splits_alone(ActiveMode::Predictor);
+}
+
+#[test]
+fn without_predictors_the_firings_that_backends_count_move_neurons() {
+    mends_bad_splits_alone(ActiveMode::Exact);
+}
+
+#[test]
+fn where_everything_is_read_nothing_moves() {
+    let any = vec![NeuronSet::from_ids(N_FF, (0..N_HOT as u32).map(NeuronId)); N_LAYER];
+    let adaptive = AdaptiveOptions { half_life: 8.0, hysteresis: 0.1, bytes_per_token: 4 * 768 };
+    assert_eq!(run(ActiveMode::Dense, &any, Some(adaptive)).swapped_bytes, 0);
+}
+
+#[test]
 fn a_budget_below_one_neuron_moves_nothing() {
     let any = vec![NeuronSet::from_ids(N_FF, (0..N_HOT as u32).map(NeuronId)); N_LAYER];
     let adaptive = AdaptiveOptions { half_life: 8.0, hysteresis: 0.1, bytes_per_token: 767 };
-    assert_eq!(run(&any, Some(adaptive)).swapped_bytes, 0);
+    assert_eq!(run(ActiveMode::Predictor, &any, Some(adaptive)).swapped_bytes, 0);
 }

@@ -6,7 +6,7 @@ mod support;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use powerinfer_core::placement::{Assignment, LayerAssignment};
+use powerinfer_core::placement::{AdaptiveOptions, Assignment, LayerAssignment};
 use powerinfer_core::profile::{ProfileError, ProfileOptions, profile};
 use powerinfer_core::{
     Activation, ActiveMode, CancelToken, CpuOptions, Device, KvType, LayerId, LoadOptions, MakeBackend,
@@ -278,4 +278,14 @@ fn what_cannot_be_counted_is_an_error() {
     let silu = LoadOptions { activation: Some(Activation::Silu), ..cpu(8) };
     let model = TinyFile::dense().load_with(&silu).unwrap();
     assert!(matches!(count(&model, &texts(), &CancelToken::new()), ProfileError::NoZeros { .. }));
+    let whole = |b| if b == 0 { NeuronSet::all(N_FF) } else { NeuronSet::none(N_FF) };
+    let layer = LayerAssignment { home: 0, owned: vec![whole(0), whole(1)] };
+    let moving = LoadOptions {
+        accelerators: vec![Device::Reference(Rounding::None)],
+        assignment: Some(Assignment { embed: 0, head: 0, layers: vec![layer; N_LAYER] }),
+        adaptive: Some(AdaptiveOptions::default()),
+        ..cpu(8)
+    };
+    let model = TinyFile::dense().load_with(&moving).unwrap();
+    assert!(matches!(count(&model, &texts(), &CancelToken::new()), ProfileError::Adaptive));
 }

@@ -249,6 +249,7 @@ impl CpuBackend {
         let spec = &*self.spec;
         self.max_rows = self.max_rows.max(max_rows);
         let rows = self.max_rows;
+        self.layers.iter_mut().filter_map(|l| l.ffn.as_mut()).for_each(|ffn| ffn.make_room(rows));
         let ffns = || self.layers.iter().filter_map(|l| l.ffn.as_ref());
         let by_output = ffns().any(LayerFfn::is_by_output);
         let by_neuron = ffns().any(|f| !f.is_by_output());

@@ -222,6 +222,15 @@ impl LayerFfn {
         true
     }
 
+    /// Makes room to count for steps of `max_rows`, if there is counting.
+    pub(crate) fn make_room(&mut self, max_rows: usize) {
+        if let Some(fired) = &mut self.fired
+            && fired.by_row.len() < max_rows
+        {
+            fired.by_row = (0..max_rows).map(|_| AtomicU32::new(0)).collect();
+        }
+    }
+
     /// Begins to count for the rows of another step.
     fn note_step(&self, n_rows: usize) {
         if let Some(fired) = &self.fired {

@@ -2,7 +2,7 @@
 
 use powerinfer_core::placement::{LayerAssignment, Machine, Plan, PlanTable};
 use powerinfer_core::{LoadOptions, Model};
-use powerinfer_gguf::GpuIndex;
+use powerinfer_gguf::{GgufModel, GpuIndex};
 
 use crate::args::PlanArgs;
 use crate::error::CliError;
@@ -18,6 +18,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), CliError> {
         return Err(CliError::IndexForPlan);
     }
     let source = Source::of(args.model.model.as_ref());
+    let file = source.open()?;
     let n_ctx = args.ctx_size.map(|n| n as usize);
     let on_host = options::load_options_on_host(&args.model, args.mode.map(options::mode))?;
     let options = if args.machine == "this" {
@@ -28,11 +29,10 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), CliError> {
         let how = placement::plan_for_this_machine(&args.model, found, n_ctx)?;
         LoadOptions { accelerators: placement::devices_of(&how.devices), plan: Some(how), ..on_host }
     } else {
-        let machine = Machine::named(&args.machine)?;
+        let machine = Machine::named(&args.machine, weight_bytes(&file))?;
         let how = placement::plan_options(&args.model, machine.host, machine.devices, n_ctx)?;
         LoadOptions { plan: Some(how), ..on_host }
     };
-    let file = source.open()?;
     let (plan, notes) = Model::plan(&file, args.model.model.as_deref(), &options)
         .map_err(|error| source.load_error(error))?
         .expect("a plan was asked for");
@@ -54,6 +54,14 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), CliError> {
         })?;
     }
     if args.json { print_json(&plan.to_json()) } else { print(&format!("{}\n", PlanTable(&plan))) }
+}
+
+/// Bytes of a weight of the FFNs, where nearly all of a model is.
+fn weight_bytes(file: &GgufModel) -> f64 {
+    let of_ffn = || file.tensors().filter(|tensor| tensor.name().contains(".ffn_"));
+    let n_weights: usize = of_ffn().map(|tensor| tensor.dims().iter().product::<usize>()).sum();
+    let n_bytes: usize = of_ffn().map(|tensor| tensor.n_bytes()).sum();
+    n_bytes as f64 / n_weights.max(1) as f64
 }
 
 /// The neurons of the first device; none if there is none.

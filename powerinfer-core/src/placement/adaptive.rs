@@ -1,20 +1,21 @@
 //! Neurons that move between host and device while a model runs.
 
-use powerinfer_sparse_ops::{ActiveBatch, FfnWeights, HybridBackend, LayerId, NeuronId};
+use powerinfer_sparse_ops::{
+    ActiveBatch, ActiveMode, FfnInput, FfnWeights, HybridBackend, LayerId, NeuronId, Step,
+};
 
 use super::Assignment;
 
 /// How neurons move between the host and its devices while a model runs.
 ///
-/// Each neuron has a rate: the share of recent tokens that had it active, older ones counting less and less. After a
-/// step, one layer after the other, a device exchanges the neurons of the lowest rates that it holds for those of the
+/// Each neuron has a rate: the share of recent tokens that wanted it, older ones counting less and less. In mode
+/// `predictor` these are the tokens whose active set it is in, in mode `exact` those that it fired for, which the
+/// backends count; in mode `dense`, where all neurons are read, nothing moves. After a step, one layer after the other, a device exchanges the neurons of the lowest rates that it holds for those of the
 /// highest rates that nobody but the host holds, as long as an exchange pays: what it saves within the half-life must
 /// be `hysteresis` times what it costs. The host keeps all weights of such layers meanwhile, and computes the neurons that
 /// no device holds.
 ///
-/// Rates are those of the active sets that predictors make. In the modes `dense` and `exact` every neuron is in them, so
-/// that nothing moves. A prompt's batches are computed by the host for all of its neurons, which is slower than with a
-/// placement that stays.
+/// A prompt's batches are computed by the host for all of its neurons, which is slower than with a placement that stays.
 ///
 /// Sums are added in another order after an exchange, so logits differ in their last bits, as they do between two
 /// placements.
@@ -43,6 +44,10 @@ pub(crate) struct Adaptive {
     layers: Vec<LayerState>,
     /// The layer that is looked at next.
     next: usize,
+    /// Tokens so far.
+    n_tokens: u64,
+    /// What backends counted, `[n_ff]` of the widest layer.
+    fired: Vec<u64>,
     leave: Vec<NeuronId>,
     enter: Vec<NeuronId>,
 }
@@ -56,6 +61,8 @@ struct LayerState {
     neuron_bytes: u64,
     /// Recent activity of each neuron: a sum over tokens, each counting less than the next, up to `1 / (1 - decay)`.
     heat: Vec<f32>,
+    /// Tokens up to the last look at the counts.
+    seen: u64,
     /// The backend that holds each neuron besides the host; 0 for none.
     holder: Vec<u16>,
     /// Neurons that the host is left with, a bit each.
@@ -78,6 +85,7 @@ impl Adaptive {
                 is_split: n_cold > 0 && n_cold < n_ff,
                 neuron_bytes: row_bytes as u64,
                 heat: vec![0.0; n_ff],
+                seen: 0,
                 cold: assigned.owned[0].words().to_vec(),
                 holder,
                 order: (0..n_ff as u32).collect(),
@@ -86,26 +94,43 @@ impl Adaptive {
         });
         let layers: Vec<LayerState> = layers.collect();
         let most = layers.iter().map(|l| options.bytes_per_token / l.neuron_bytes.max(1)).max().unwrap_or(0);
-        let widest = layers.iter().map(|l| l.heat.len()).max().unwrap_or(0).min(most as usize);
+        let widest = layers.iter().map(|l| l.heat.len()).max().unwrap_or(0);
+        let most = widest.min(most as usize);
         Self {
             options,
             layers,
             next: 0,
-            leave: Vec::with_capacity(widest),
-            enter: Vec::with_capacity(widest),
+            n_tokens: 0,
+            fired: vec![0; widest],
+            leave: Vec::with_capacity(most),
+            enter: Vec::with_capacity(most),
         }
     }
 
-    /// Counts what the tokens of a step want in a layer.
-    pub(crate) fn observe(&mut self, layer: LayerId, active: &ActiveBatch) {
+    /// Begins counting; names a backend that holds neurons of a layer it could exchange and does not count.
+    pub(crate) fn start(&mut self, backends: &mut [Box<dyn HybridBackend>]) -> Option<String> {
+        backends.iter_mut().for_each(|backend| backend.record_fired(true));
+        let ids = (0..).map(LayerId).zip(&self.layers);
+        for (layer, state) in ids.filter(|(_, state)| state.is_split) {
+            for (backend, device) in backends.iter_mut().enumerate() {
+                let fired = &mut self.fired[..state.heat.len()];
+                if state.is_holder(backend) && !device.take_fired(layer, fired) {
+                    return Some(device.info().name);
+                }
+            }
+        }
+        None
+    }
+
+    /// Counts what the tokens of a step want in a layer, where a predictor says so.
+    pub(crate) fn observe(&mut self, layer: LayerId, input: &FfnInput) {
         let state = &mut self.layers[layer.index()];
-        if !state.is_split {
+        if !state.is_split || input.mode != ActiveMode::Predictor {
             return;
         }
         let decay = decay(self.options.half_life);
-        let heat = &mut state.heat;
-        for row in 0..active.n_rows() {
-            for (word, heat) in active.row(row).iter().zip(heat.chunks_mut(64)) {
+        for row in 0..input.active.n_rows() {
+            for (word, heat) in input.active.row(row).iter().zip(state.heat.chunks_mut(64)) {
                 for (i, heat) in heat.iter_mut().enumerate() {
                     *heat = *heat * decay + (word >> i & 1) as f32;
                 }
@@ -121,8 +146,12 @@ impl Adaptive {
         }
     }
 
-    /// Looks at the next layer that devices have neurons of, and moves what pays.
-    pub(crate) fn exchange(&mut self, backends: &mut [Box<dyn HybridBackend>]) {
+    /// After a step: looks at the next layer that devices have neurons of, and moves what pays.
+    pub(crate) fn exchange(&mut self, step: &Step<'_>, backends: &mut [Box<dyn HybridBackend>]) {
+        self.n_tokens += step.rows.len() as u64;
+        if step.mode == ActiveMode::Dense {
+            return;
+        }
         let n = self.layers.len();
         let Some(layer) = (0..n).map(|i| (self.next + i) % n).find(|&layer| self.layers[layer].is_split)
         else {
@@ -130,10 +159,13 @@ impl Adaptive {
         };
         self.next = layer + 1;
         let state = &mut self.layers[layer];
+        let AdaptiveOptions { half_life, hysteresis, .. } = self.options;
+        if step.mode == ActiveMode::Exact {
+            state.count(LayerId(layer as u32), self.n_tokens, half_life, &mut self.fired, backends);
+        }
         let heat = &state.heat;
         state.order.sort_unstable_by(|&a, &b| heat[b as usize].total_cmp(&heat[a as usize]).then(a.cmp(&b)));
         let mut n_left = (self.options.bytes_per_token / state.neuron_bytes.max(1)) as usize;
-        let AdaptiveOptions { half_life, hysteresis, .. } = self.options;
         // A rate is heat times (1 - decay).
         let spared_per_heat = (1.0 - decay(half_life)) * half_life;
         let pays = |enter: u32, leave: u32| {
@@ -167,6 +199,36 @@ impl Adaptive {
                 state.cold[enter.index() / 64] &= !(1 << (enter.index() % 64));
                 state.cold[leave.index() / 64] |= 1 << (leave.index() % 64);
             }
+        }
+    }
+}
+
+impl LayerState {
+    /// Whether a backend holds neurons that may be exchanged.
+    fn is_holder(&self, backend: usize) -> bool {
+        backend == 0 || self.holder.iter().any(|&holder| usize::from(holder) == backend)
+    }
+
+    /// Adds what fired since the last look, `n_tokens` tokens after the first.
+    fn count(
+        &mut self,
+        layer: LayerId,
+        n_tokens: u64,
+        half_life: f32,
+        fired: &mut [u64],
+        backends: &mut [Box<dyn HybridBackend>],
+    ) {
+        let fired = &mut fired[..self.heat.len()];
+        fired.fill(0);
+        for (backend, device) in backends.iter_mut().enumerate() {
+            if self.is_holder(backend) {
+                device.take_fired(layer, fired);
+            }
+        }
+        let remains = decay(half_life).powf((n_tokens - self.seen) as f32);
+        self.seen = n_tokens;
+        for (heat, &fired) in self.heat.iter_mut().zip(&*fired) {
+            *heat = *heat * remains + fired as f32;
         }
     }
 }

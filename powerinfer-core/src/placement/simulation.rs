@@ -151,7 +151,8 @@ fn simulate(case: &Case) -> Simulated {
     let low_rank = shape(0.1 * ffn_weights * case.weight_bytes);
     let gate_copy = shape((case.n_embd * case.n_ff) as f64 / 4.0);
     let none = shape(0.0);
-    let mut machine = Machine::named(case.machine).expect("the parts of the cases are in the file");
+    let mut machine =
+        Machine::named(case.machine, case.weight_bytes).expect("the parts of the cases are in the file");
     machine.devices[0].budget = Budget::Auto;
     let rates = Rates::skewed(&none, case.active, case.hot);
     let run = |shape: &ModelShape, mode, devices: &[super::Accelerator]| {
