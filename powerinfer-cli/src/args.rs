@@ -61,6 +61,14 @@ pub(crate) enum ActivationName {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum StatisticsFormat {
+    /// One file, with all that was counted
+    Safetensors,
+    /// A folder with activation_N.pt for each layer N, as PowerInfer's own tools read it
+    Pt,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DeviceName {
     /// The CPU, with threads and its vector instructions.
     Cpu,
@@ -150,8 +158,8 @@ pub(crate) struct PlacementArgs {
     /// list says, such as 8GiB,6GiB
     #[arg(long, value_name = "SIZE", value_parser = budget, value_delimiter = ',')]
     pub(crate) vram_budget: Vec<Budget>,
-    /// File that says how often each neuron fires, by which the hottest go to the GPU; MODEL.statistics.safetensors
-    /// beside the model is used if it is there
+    /// File that says how often each neuron fires, by which the hottest go to the GPU, or a folder of PyTorch's
+    /// activation_N.pt; MODEL.statistics.safetensors beside the model is used if it is there
     #[arg(long, value_name = "FILE", requires = "vram_budget")]
     pub(crate) statistics: Option<PathBuf>,
     /// Share of the tokens for which the neurons of layers fire that the statistics lack; without it they are an error
@@ -511,12 +519,14 @@ pub(crate) struct CalibrateArgs {
 /// Counts how often each neuron of a ReLU model fires.
 ///
 /// The model runs over text in mode exact. The result is a file beside the model, by which `plan` and --vram-budget send
-/// the hottest neurons to the GPU.
+/// the hottest neurons to the GPU. As files of PyTorch, one for each layer, PowerInfer's own tools read it too; these hold
+/// the counts alone, without the number of tokens.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   powerinfer profile -m model.gguf
-  powerinfer profile -m model.gguf --text books.txt --merge earlier.safetensors")]
+  powerinfer profile -m model.gguf --text books.txt --merge earlier.safetensors
+  powerinfer profile -m model.gguf --format pt --out activation/")]
 pub(crate) struct ProfileArgs {
     /// Text like that which the model is to work on; a text that is part of the program unless given
     #[arg(long, value_name = "FILE", num_args = 1..)]
@@ -524,12 +534,16 @@ pub(crate) struct ProfileArgs {
     /// Tokens of the text that are used at most
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) tokens: u32,
-    /// Statistics that are added to the new ones
+    /// Statistics that are added to the new ones: files, or folders of PyTorch's activation_N.pt
     #[arg(long, value_name = "FILE", num_args = 1..)]
     pub(crate) merge: Vec<PathBuf>,
-    /// File to write; MODEL.statistics.safetensors, beside the model, unless given
+    /// File to write, or folder for the format pt; MODEL.statistics.safetensors or the folder activation, beside the
+    /// model, unless given
     #[arg(short, long, value_name = "FILE")]
     pub(crate) out: Option<PathBuf>,
+    /// What is written; pt if --out is a folder, and else safetensors, unless given
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub(crate) format: Option<StatisticsFormat>,
     #[command(flatten)]
     pub(crate) model: ModelArgs,
 }

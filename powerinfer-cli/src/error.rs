@@ -50,6 +50,12 @@ pub(crate) enum CliError {
     /// A flag that the chosen device has no use for.
     #[error("{flag} has no meaning for device {device}")]
     FlagWithoutUse { flag: &'static str, device: &'static str },
+    /// `profile` into one file of PyTorch.
+    #[error(
+        "`{}` is one file, and the format pt has one for each layer: give a folder, such as `activation/`",
+        path.display()
+    )]
+    OnePtFile { path: PathBuf },
     /// `profile`.
     #[error(transparent)]
     Profile(powerinfer_core::profile::ProfileError),
@@ -113,6 +119,7 @@ impl CliError {
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
             Self::NoPrompt
+            | Self::OnePtFile { .. }
             | Self::NoOutput
             | Self::FlagWithoutUse { .. }
             | Self::Budgets { .. }

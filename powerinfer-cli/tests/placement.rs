@@ -28,11 +28,27 @@ fn a_profile_lies_beside_the_model_and_the_plan_uses_it() {
     let profile = powerinfer(&["profile", "-m", model, "--tokens", "200"]);
     assert!(profile.status.success(), "{}", text(&profile.stderr));
     let table = text(&profile.stdout);
-    assert!(table.starts_with("200 tokens\nlayer   active"), "{table}");
+    assert!(table.starts_with("200 tokens\nlayer  active"), "{table}");
     let statistics = folder.path().join("model.statistics.safetensors");
     let more =
         powerinfer(&["profile", "-m", model, "--tokens", "100", "--merge", statistics.to_str().unwrap()]);
     assert!(text(&more.stdout).starts_with("300 tokens\n"), "{}", text(&more.stderr));
+
+    // A sum has the shares of single tokens if all of it has them.
+    assert!(!text(&more.stdout).contains(" -"), "{}", text(&more.stdout));
+    let activation = folder.path().join("activation");
+    let pt = powerinfer(&["profile", "-m", model, "--tokens", "200", "--format", "pt"]);
+    assert!(pt.status.success() && activation.join("activation_0.pt").exists(), "{}", text(&pt.stderr));
+    let activation = activation.to_str().unwrap();
+    let plan = powerinfer(&["plan", "-m", model, "--vram-budget", "2MiB", "--statistics", activation]);
+    assert!(plan.status.success(), "{}", text(&plan.stderr));
+    let new = format!("{}/", folder.path().join("new").display());
+    let sum = powerinfer(&["profile", "-m", model, "--tokens", "50", "--merge", activation, "--out", &new]);
+    assert!(text(&sum.stderr).contains("says nothing of single tokens"), "{}", text(&sum.stderr));
+    assert!(folder.path().join("new/activation_0.pt").exists(), "{}", text(&sum.stderr));
+    let one = powerinfer(&["profile", "-m", model, "--out", "x.pt"]);
+    assert_eq!(one.status.code(), Some(2), "{}", text(&one.stderr));
+    assert!(text(&one.stderr).contains("give a folder"), "{}", text(&one.stderr));
 
     let svg = folder.path().join("plan.svg");
     let index = folder.path().join("model.gpuidx");

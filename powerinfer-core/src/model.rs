@@ -229,32 +229,9 @@ impl Model {
         self.shared.plan.as_ref()
     }
 
-    /// Begins or ends counting which neurons fire.
-    pub(crate) fn record_fired(&self, on: bool) {
-        let forward = &mut self.shared.engine().forward;
-        if !forward.is_adaptive() {
-            forward.used().for_each(|backend| backend.record_fired(on));
-        }
-    }
-
-    /// What was counted, `[n_layer][n_ff]`, or the name of what does not count for this.
-    pub(crate) fn take_fired(&self) -> Result<Vec<Vec<u64>>, String> {
-        let mut engine = self.shared.engine();
-        if engine.forward.is_adaptive() {
-            return Err("a placement that moves neurons by their counts".to_owned());
-        }
-        let spec = &self.shared.spec;
-        let mut all = Vec::with_capacity(spec.n_layer);
-        for (layer, &n_ff) in spec.layers().zip(&spec.n_ff) {
-            let mut counts = vec![0; n_ff];
-            for backend in engine.forward.owners(layer) {
-                if !backend.take_fired(layer, &mut counts) {
-                    return Err(backend.info().name);
-                }
-            }
-            all.push(counts);
-        }
-        Ok(all)
+    /// Whether neurons move while it runs, by what the backends count.
+    pub(crate) fn is_adaptive(&self) -> bool {
+        self.shared.engine().forward.is_adaptive()
     }
 
     /// The model's name for people, from `general.name`.

@@ -1,8 +1,9 @@
 //! How often the neurons of a model fire on some text.
 
-use powerinfer_predictor::{ActivationCounts, PredictorError};
-use powerinfer_sparse_ops::{ActiveMode, TokenId};
+use powerinfer_predictor::{ActivationCounts, PredictorError, ShareHistogram};
+use powerinfer_sparse_ops::{ActiveMode, LayerId, ModelSpec, TokenId};
 
+use crate::forward::Forward;
 use crate::model::Model;
 use crate::session::{CancelToken, SessionError, SessionOptions};
 
@@ -45,14 +46,68 @@ pub enum ProfileError {
         /// Its name.
         backend: String,
     },
+    /// Neurons of the model move while it runs, by the same counts.
+    #[error(
+        "neurons of this model move by how often they fire: load it without adaptive placement to profile it"
+    )]
+    Adaptive,
     /// Counts that cannot be stored.
     #[error(transparent)]
     Counts(#[from] PredictorError),
 }
 
+/// What fired in the steps of one session.
+#[derive(Debug)]
+pub(crate) struct Fired {
+    /// For how many tokens each neuron, `[n_layer][n_ff]`.
+    by_neuron: Vec<Vec<u64>>,
+    /// For how many tokens which share of a layer, `[n_layer]`; `None` if a backend only knows sums over tokens.
+    histograms: Option<Vec<ShareHistogram>>,
+    /// The backend that counts nothing, if there is one.
+    silent: Option<String>,
+    /// How many neurons fired for each token of a step.
+    by_row: Vec<u32>,
+}
+
+impl Fired {
+    pub(crate) fn new(spec: &ModelSpec) -> Self {
+        Self {
+            by_neuron: spec.n_ff.iter().map(|&n_ff| vec![0; n_ff]).collect(),
+            histograms: Some(vec![ShareHistogram::new(); spec.n_layer]),
+            silent: None,
+            by_row: Vec::new(),
+        }
+    }
+
+    /// Adds what the owners of neurons counted in a step of `n_rows` tokens.
+    pub(crate) fn add_step(&mut self, forward: &mut Forward, n_rows: usize) {
+        for (layer, counts) in (0..).map(LayerId).zip(&mut self.by_neuron) {
+            self.by_row.clear();
+            self.by_row.resize(n_rows, 0);
+            let mut knows_rows = true;
+            for backend in forward.owners(layer) {
+                if !backend.take_fired(layer, counts) {
+                    self.silent = Some(backend.info().name);
+                }
+                knows_rows &= backend.take_fired_by_row(layer, &mut self.by_row);
+            }
+            match &mut self.histograms {
+                Some(histograms) if knows_rows => {
+                    let histogram = &mut histograms[layer.index()];
+                    self.by_row.iter().for_each(|&n_fired| histogram.add(n_fired as usize, counts.len()));
+                }
+                _ => self.histograms = None,
+            }
+        }
+    }
+}
+
 /// Runs texts through the model in mode `exact` and counts for how many tokens each neuron had a hidden value other than
-/// zero. Texts are cut into sequences, which are taken from all of them in turn. `progress` gets the tokens done and the
-/// tokens in all. Other sessions of the model must rest meanwhile: what they compute would be counted as well.
+/// zero, and for how many tokens which share of a layer had. Texts are cut into sequences, which are taken from all of
+/// them in turn. `progress` gets the tokens done and the tokens in all.
+///
+/// Only what this call computes is counted: other sessions of the model may go on meanwhile, in any mode, and several
+/// profiles may be made at once. Where a backend knows only sums over tokens, there are no histograms.
 ///
 /// # Errors
 /// [`ProfileError`]; [`SessionError::Cancelled`] in it when `cancel` is set.
@@ -66,6 +121,9 @@ pub fn profile(
     let spec = model.spec();
     if !spec.activation.has_exact_zeros() {
         return Err(ProfileError::NoZeros { activation: spec.activation.name() });
+    }
+    if model.is_adaptive() {
+        return Err(ProfileError::Adaptive);
     }
     let n_bos = usize::from(options.bos.is_some());
     let len = options.sequence_len.min(spec.n_ctx_train).max(1 + n_bos);
@@ -87,17 +145,21 @@ pub fn profile(
     }
     let options = SessionOptions { n_ctx: Some(len), mode: Some(ActiveMode::Exact) };
     let mut session = model.session(&options)?;
-    model.record_fired(true);
+    session.count_fired();
     let mut done = 0;
-    let run = sequences.iter().try_for_each(|tokens| {
+    sequences.iter().try_for_each(|tokens| {
         session.rewind(0)?;
         session.prefill_with(tokens, cancel, |n| progress(done + n, total))?;
         done += tokens.len();
         Ok::<(), SessionError>(())
-    });
-    let counts = model.take_fired();
-    model.record_fired(false);
-    run?;
-    let counts = counts.map_err(|backend| ProfileError::NotCounted { backend })?;
-    Ok(ActivationCounts::new(total as u64, counts)?)
+    })?;
+    let fired = session.take_fired().expect("counting began above");
+    if let Some(backend) = fired.silent {
+        return Err(ProfileError::NotCounted { backend });
+    }
+    let counts = ActivationCounts::new(total as u64, fired.by_neuron)?;
+    Ok(match fired.histograms {
+        Some(histograms) => counts.with_histograms(histograms)?,
+        None => counts,
+    })
 }

@@ -11,6 +11,7 @@ use powerinfer_sparse_ops::{
 
 use crate::forward::{Forward, Probe, Watch};
 use crate::model::Shared;
+use crate::profile::Fired;
 use crate::stats::SessionStats;
 
 /// Why a session cannot go on. The session stays usable after each of these.
@@ -158,6 +159,8 @@ pub struct Session {
     tokens: Vec<TokenId>,
     logits: Vec<f32>,
     stats: SessionStats,
+    /// What fired in the steps of this session; `None` unless that is counted.
+    fired: Option<Box<Fired>>,
 }
 
 impl Session {
@@ -182,6 +185,7 @@ impl Session {
             tokens,
             logits: vec![0.0; shared.spec.n_vocab],
             stats: SessionStats::default(),
+            fired: None,
             shared,
         })
     }
@@ -375,6 +379,7 @@ impl Session {
             tokens,
             logits: self.logits.clone(),
             stats: SessionStats::default(),
+            fired: None,
         })
     }
 
@@ -395,6 +400,16 @@ impl Session {
             });
         }
         Ok(())
+    }
+
+    /// Begins to count which neurons fire in the steps of this session, and of no other.
+    pub(crate) fn count_fired(&mut self) {
+        self.fired = Some(Box::new(Fired::new(&self.shared.spec)));
+    }
+
+    /// What was counted since the last call of [`Session::count_fired`], and ends counting.
+    pub(crate) fn take_fired(&mut self) -> Option<Fired> {
+        self.fired.take().map(|fired| *fired)
     }
 
     /// Adds at most one chunk of tokens with `watch` inside the step, and computes no logits: what is broken in
@@ -428,7 +443,15 @@ impl Session {
             token,
         }));
         let step = Step { rows: &engine.rows, mode: self.mode };
+        // Counting begins and ends with each step: those of other sessions, which may come between, are not counted.
+        if self.fired.is_some() {
+            engine.forward.used().for_each(|backend| backend.record_fired(true));
+        }
         engine.forward.run(&step, wanted, &mut self.logits[..n_logits], watch);
+        if let Some(fired) = &mut self.fired {
+            fired.add_step(&mut engine.forward, tokens.len());
+            engine.forward.used().for_each(|backend| backend.record_fired(false));
+        }
         let cost = engine.forward.take_cost();
         self.tokens.extend_from_slice(tokens);
         (start.elapsed(), cost)

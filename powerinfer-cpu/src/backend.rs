@@ -249,6 +249,7 @@ impl CpuBackend {
         let spec = &*self.spec;
         self.max_rows = self.max_rows.max(max_rows);
         let rows = self.max_rows;
+        self.layers.iter_mut().filter_map(|l| l.ffn.as_mut()).for_each(|ffn| ffn.make_room(rows));
         let ffns = || self.layers.iter().filter_map(|l| l.ffn.as_ref());
         let by_output = ffns().any(LayerFfn::is_by_output);
         let by_neuron = ffns().any(|f| !f.is_by_output());
@@ -701,11 +702,17 @@ impl HybridBackend for CpuBackend {
     }
 
     fn record_fired(&mut self, on: bool) {
-        self.layers.iter_mut().filter_map(|layer| layer.ffn.as_mut()).for_each(|ffn| ffn.record_fired(on));
+        let max_rows = self.max_rows;
+        let ffns = self.layers.iter_mut().filter_map(|layer| layer.ffn.as_mut());
+        ffns.for_each(|ffn| ffn.record_fired(on, max_rows));
     }
 
     fn take_fired(&mut self, layer: LayerId, counts: &mut [u64]) -> bool {
         self.layers[layer.index()].ffn.as_mut().is_some_and(|ffn| ffn.take_fired(counts))
+    }
+
+    fn take_fired_by_row(&mut self, layer: LayerId, counts: &mut [u32]) -> bool {
+        self.layers[layer.index()].ffn.as_mut().is_some_and(|ffn| ffn.take_fired_by_row(counts))
     }
 
     fn take_cost(&mut self) -> StepCost {

@@ -18,7 +18,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use powerinfer_sparse_ops::{
     ActiveMode, DownWeights, FfnInput, FfnWeights, Gating, ModelSpec, NeuronId, NeuronSet, StepCost,
@@ -66,8 +66,18 @@ pub(crate) struct LayerFfn {
     owned: NeuronSet,
     /// If there are rows for some neurons of the layer only: which.
     gathered: Option<NeuronSet>,
-    /// How often each neuron fired; `None` while nobody counts.
-    fired: Option<Box<[AtomicU64]>>,
+    /// `None` while nobody counts.
+    fired: Option<Fired>,
+}
+
+/// What fired since counting began.
+#[derive(Debug)]
+struct Fired {
+    /// For how many rows each neuron, `[rows of the matrices]`.
+    by_neuron: Box<[AtomicU64]>,
+    /// How many neurons for each row of the last step, `[max_rows]`.
+    by_row: Box<[AtomicU32]>,
+    n_rows: AtomicUsize,
 }
 
 #[derive(Debug)]
@@ -186,18 +196,47 @@ impl LayerFfn {
     }
 
     /// Begins or ends counting which neurons fire.
-    pub(crate) fn record_fired(&mut self, on: bool) {
-        self.fired = on.then(|| (0..self.n_ff()).map(|_| AtomicU64::new(0)).collect());
+    pub(crate) fn record_fired(&mut self, on: bool, max_rows: usize) {
+        self.fired = on.then(|| Fired {
+            by_neuron: (0..self.n_ff()).map(|_| AtomicU64::new(0)).collect(),
+            by_row: (0..max_rows).map(|_| AtomicU32::new(0)).collect(),
+            n_rows: AtomicUsize::new(0),
+        });
     }
 
     /// Adds what was counted to `counts [n_ff]` of the whole layer; says whether there was counting.
     pub(crate) fn take_fired(&mut self, counts: &mut [u64]) -> bool {
         let Some(fired) = &mut self.fired else { return false };
-        for (i, n) in fired.iter_mut().enumerate() {
+        for (i, n) in fired.by_neuron.iter_mut().enumerate() {
             let neuron = self.gathered.as_ref().map_or(i, |of| of.ids()[i].index());
             counts[neuron] += std::mem::take(n.get_mut());
         }
         true
+    }
+
+    /// Adds what was counted for each row of the last step to `counts [n_rows]`; says whether there was counting.
+    pub(crate) fn take_fired_by_row(&mut self, counts: &mut [u32]) -> bool {
+        let Some(fired) = &mut self.fired else { return false };
+        assert_eq!(counts.len(), *fired.n_rows.get_mut(), "rows of the last step");
+        counts.iter_mut().zip(&mut fired.by_row).for_each(|(to, n)| *to += std::mem::take(n.get_mut()));
+        true
+    }
+
+    /// Makes room to count for steps of `max_rows`, if there is counting.
+    pub(crate) fn make_room(&mut self, max_rows: usize) {
+        if let Some(fired) = &mut self.fired
+            && fired.by_row.len() < max_rows
+        {
+            fired.by_row = (0..max_rows).map(|_| AtomicU32::new(0)).collect();
+        }
+    }
+
+    /// Begins to count for the rows of another step.
+    fn note_step(&self, n_rows: usize) {
+        if let Some(fired) = &self.fired {
+            fired.n_rows.store(n_rows, Ordering::Relaxed);
+            fired.by_row[..n_rows].iter().for_each(|n| n.store(0, Ordering::Relaxed));
+        }
     }
 
     /// Notes whether a neuron fired.
@@ -206,7 +245,15 @@ impl LayerFfn {
         if let Some(fired) = &self.fired
             && value != 0.0
         {
-            fired[neuron].fetch_add(1, Ordering::Relaxed);
+            fired.by_neuron[neuron].fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Notes that so many more neurons fired for a row.
+    #[inline]
+    fn note_row(&self, row: usize, n_fired: usize) {
+        if let Some(fired) = &self.fired {
+            fired.by_row[row].fetch_add(n_fired as u32, Ordering::Relaxed);
         }
     }
 
@@ -303,6 +350,7 @@ pub(crate) fn ffn(
     out: &mut [f32],
 ) -> StepCost {
     let n_rows = input.active.n_rows();
+    layer.note_step(n_rows);
     if layer.owned.is_empty() || n_rows == 0 {
         out.fill(0.0);
         return StepCost::default();
@@ -437,6 +485,7 @@ fn many(
         });
         let (mut n_active, mut n_fired) = (0, 0);
         for row in 0..n_rows {
+            let before = n_fired;
             for (block, values) in (neurons.start / BLOCK..).zip(hidden.row(row).chunks_mut(BLOCK)) {
                 let wanted = wants(block, row);
                 n_active += wanted.count_ones() as usize;
@@ -446,6 +495,7 @@ fn many(
                     layer.note(block * BLOCK + bit, *value);
                 }
             }
+            layer.note_row(row, n_fired - before);
         }
         count(&counts.active, n_active);
         count(&counts.fired, n_fired);
@@ -572,6 +622,7 @@ impl LayerStep<'_> {
             kept += usize::from(dense || value != 0.0);
         }
         list.n = kept;
+        w.note_row(0, n_fired);
         count(&self.counts.fired, n_fired);
     }
 
@@ -669,7 +720,8 @@ impl LayerStep<'_> {
     fn block(&self, block: usize, rows: Range<usize>, wanted: &[u32; TILE_ROWS]) -> Hidden {
         let w = self.layer;
         let mut hidden = [[0.0; BLOCK]; TILE_ROWS];
-        let (mut n_active, mut n_gate, mut n_up, mut n_fired) = (0, 0, 0, 0);
+        let (mut n_active, mut n_gate, mut n_up) = (0, 0, 0);
+        let mut n_fired = [0; TILE_ROWS];
         for bit in bits(wanted.iter().fold(0, |all, w| all | w)) {
             let neuron = block * BLOCK + bit;
             let mut batch =
@@ -689,7 +741,7 @@ impl LayerStep<'_> {
             self.mark(neuron, UP);
             for (row, up, gate) in batch.values() {
                 let value = self.hidden_value(neuron, gate, up);
-                n_fired += usize::from(value != 0.0);
+                n_fired[row - rows.start] += usize::from(value != 0.0);
                 w.note(neuron, value);
                 hidden[row - rows.start][bit] = value;
             }
@@ -697,7 +749,8 @@ impl LayerStep<'_> {
         count(&self.counts.active, n_active);
         count(&self.counts.gate, n_gate);
         count(&self.counts.up, n_up);
-        count(&self.counts.fired, n_fired);
+        count(&self.counts.fired, n_fired.iter().sum());
+        rows.zip(n_fired).for_each(|(row, n_fired)| w.note_row(row, n_fired));
         hidden
     }
 

@@ -13,18 +13,80 @@ use crate::weights::read;
 
 const TOKENS: &str = "tokens";
 const FINGERPRINT: &str = "fingerprint";
-const EXPECTED: &str = "`activation_N` and `tokens`";
+const FORMAT_VERSION: &str = "format_version";
+/// The latest version of the file. Version 1 has no histograms; a file that does not name its version is one of it.
+const LATEST_VERSION: u32 = 2;
+const EXPECTED: &str = "`activation_N`, `active_share_N` and `tokens`";
+
+/// For how many tokens which share of a layer's neurons fired.
+///
+/// Bin `b` of [`ShareHistogram::BINS`] counts the tokens for which at least `b` hundredths of the neurons fired and less
+/// than `b + 1` hundredths; the last one also those for which all did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShareHistogram([u64; Self::BINS]);
+
+impl ShareHistogram {
+    /// Number of bins.
+    pub const BINS: usize = 100;
+
+    /// Of no tokens.
+    pub fn new() -> Self {
+        Self([0; Self::BINS])
+    }
+
+    /// Adds one token for which `n_fired` of `n_ff` neurons fired.
+    ///
+    /// # Panics
+    /// If more fired than there are.
+    pub fn add(&mut self, n_fired: usize, n_ff: usize) {
+        assert!(n_fired <= n_ff, "{n_fired} of {n_ff} neurons fired");
+        // Exact in 64 bits: a layer has less than 2^32 neurons.
+        let bin = n_fired * Self::BINS / n_ff.max(1);
+        self.0[bin.min(Self::BINS - 1)] += 1;
+    }
+
+    /// Tokens of each bin.
+    pub fn bins(&self) -> &[u64; Self::BINS] {
+        &self.0
+    }
+
+    /// The upper edge of the first bin up to which there are at least `part` of the tokens: for so many of them, at most
+    /// this share of the neurons fired. 0 if there are no tokens.
+    pub fn share_within(&self, part: f64) -> f64 {
+        let goal = part * self.n_tokens() as f64;
+        let mut sum = 0;
+        let n_below = self.0.iter().take_while(|&&n| {
+            let is_below = (sum as f64) < goal;
+            sum += u128::from(n);
+            is_below
+        });
+        n_below.count() as f64 / Self::BINS as f64
+    }
+
+    fn n_tokens(&self) -> u128 {
+        self.0.iter().map(|&n| u128::from(n)).sum()
+    }
+}
+
+impl Default for ShareHistogram {
+    fn default() -> Self {
+        Self::new()
+    }
+}
 
 /// Activation statistics: for each layer and neuron, how many tokens had it active. Hot neurons are those
-/// with the highest counts.
+/// with the highest counts. They may have a [`ShareHistogram`] for each layer as well.
 ///
 /// The file is in the safetensors format: tensors `activation_N` (I64, `[n_ff]`) for each layer N, and `tokens` (I64,
-/// `[1]`), the number of tokens. Its metadata may have the key `fingerprint`, which tells the model file apart from
-/// others; files without it, such as those of other programs, are read as well.
+/// `[1]`), the number of tokens; with histograms, also `active_share_N` (I64, `[100]`) for each layer. Its metadata may
+/// have the keys `format_version` (1 if it is absent, 2 with histograms) and `fingerprint`, which tells the model file
+/// apart from others; files without it, such as those of other programs, are read as well.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ActivationCounts {
     n_tokens: u64,
     layers: Vec<Vec<u64>>,
+    /// `[n_layer]`, each over `n_tokens`.
+    histograms: Option<Vec<ShareHistogram>>,
     fingerprint: Option<String>,
 }
 
@@ -50,7 +112,32 @@ impl ActivationCounts {
             let counts = counts.iter().map(|&count| i64::try_from(count).unwrap_or(i64::MAX)).collect();
             check_counts(layer, counts, tokens)?;
         }
-        Ok(Self { n_tokens, layers, fingerprint: None })
+        Ok(Self { n_tokens, layers, histograms: None, fingerprint: None })
+    }
+
+    /// The same counts with a histogram for each layer, `[n_layer]`.
+    ///
+    /// # Errors
+    /// [`PredictorError::Histogram`] if one is over another number of tokens, [`PredictorError::MissingTensor`] if there
+    /// are more or fewer of them than layers.
+    pub fn with_histograms(mut self, histograms: Vec<ShareHistogram>) -> Result<Self, PredictorError> {
+        let n_layer = self.n_layer().max(histograms.len());
+        let layers = || (0..).map(LayerId).take(n_layer);
+        if let Some(layer) = layers().find(|l| l.index() >= self.n_layer().min(histograms.len())) {
+            let prefix = if layer.index() < self.n_layer() { "active_share" } else { "activation" };
+            return Err(PredictorError::MissingTensor { tensor: format!("{prefix}_{layer}") });
+        }
+        for (layer, histogram) in layers().zip(&histograms) {
+            if histogram.n_tokens() != u128::from(self.n_tokens) {
+                return Err(PredictorError::Histogram {
+                    tensor: format!("active_share_{layer}"),
+                    got: histogram.n_tokens(),
+                    n_tokens: self.n_tokens,
+                });
+            }
+        }
+        self.histograms = Some(histograms);
+        Ok(self)
     }
 
     /// The same counts of the model file with this fingerprint.
@@ -79,7 +166,7 @@ impl ActivationCounts {
     }
 
     /// Adds counts on other text. Counts without a fingerprint are taken for those of the same model if their shape is
-    /// the same.
+    /// the same. The sum has histograms if both have.
     ///
     /// # Errors
     /// [`PredictorError::OtherModel`] or [`PredictorError::Shape`] if they are of another model; nothing is added then.
@@ -106,6 +193,12 @@ impl ActivationCounts {
         for (counts, other) in self.layers.iter_mut().zip(&other.layers) {
             counts.iter_mut().zip(other).for_each(|(count, other)| *count += other);
         }
+        self.histograms = self.histograms.take().zip(other.histograms.as_ref()).map(|(mut sums, others)| {
+            for (sum, other) in sums.iter_mut().zip(others) {
+                sum.0.iter_mut().zip(&other.0).for_each(|(n, other)| *n += other);
+            }
+            sums
+        });
         self.fingerprint = self.fingerprint.take().or_else(|| other.fingerprint.clone());
         Ok(())
     }
@@ -123,13 +216,18 @@ impl ActivationCounts {
                 .enumerate()
                 .map(|(layer, counts)| (format!("activation_{layer}"), vec![counts.len()], bytes(counts))),
         );
+        for (layer, histogram) in self.histograms.iter().flatten().enumerate() {
+            let shape = vec![ShareHistogram::BINS];
+            tensors.push((format!("active_share_{layer}"), shape, bytes(&histogram.0)));
+        }
         let views = tensors
             .iter()
             .map(|(name, shape, bytes)| Ok((name, TensorView::new(Dtype::I64, shape.clone(), bytes)?)))
             .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
-        let metadata =
-            self.fingerprint.as_ref().map(|f| HashMap::from([(FINGERPRINT.to_owned(), f.clone())]));
-        Ok(safetensors::serialize(views, metadata)?)
+        let version: u32 = if self.histograms.is_some() { 2 } else { 1 };
+        let mut metadata = HashMap::from([(FORMAT_VERSION.to_owned(), version.to_string())]);
+        metadata.extend(self.fingerprint.iter().map(|f| (FINGERPRINT.to_owned(), f.clone())));
+        Ok(safetensors::serialize(views, Some(metadata))?)
     }
 
     /// Writes a file that appears under its name when it is complete.
@@ -154,46 +252,76 @@ impl ActivationCounts {
         Some(n.count() as f64 / counts.len() as f64)
     }
 
-    /// Reads a file.
+    /// Reads a file; with the feature `pt`, also a folder of files `activation_N.pt`, or the only one of such files.
     ///
     /// # Errors
     /// [`PredictorError::Read`], or [`PredictorError::InFile`] with an error of
-    /// [`ActivationCounts::from_bytes`] in it.
+    /// [`ActivationCounts::from_bytes`] in it. Without the feature, [`PredictorError::NoPt`] for a folder or a file whose
+    /// name ends in `.pt`.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, PredictorError> {
         let path = path.as_ref();
+        let is_pt_file = path.extension().is_some_and(|e| e == "pt");
+        #[cfg(feature = "pt")]
+        if path.is_dir() {
+            return Self::open_pt(path);
+        } else if is_pt_file {
+            return Self::from_pt_files([path]);
+        }
+        #[cfg(not(feature = "pt"))]
+        if path.is_dir() || is_pt_file {
+            return Err(PredictorError::NoPt.in_file(path));
+        }
         Self::from_bytes(&read(path)?).map_err(|error| error.in_file(path))
     }
 
     /// Reads the bytes of a file.
     ///
     /// # Errors
-    /// A [`PredictorError`] that names the tensor: not the format, a missing layer, a stray tensor, another
-    /// type or shape, no tokens, or a count that is negative or above the number of tokens.
+    /// A [`PredictorError`] that names the tensor: not the format or a later version of it, a missing layer, a stray
+    /// tensor, another type or shape, no tokens, a count that is negative or above the number of tokens, or a histogram
+    /// over other tokens.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, PredictorError> {
         let file = SafeTensors::deserialize(bytes)?;
+        let (_, header) = SafeTensors::read_metadata(bytes)?;
+        let metadata = |key: &str| header.metadata().as_ref().and_then(|map| map.get(key));
+        if let Some(version) = metadata(FORMAT_VERSION)
+            && !version.parse().is_ok_and(|v: u32| (1..=LATEST_VERSION).contains(&v))
+        {
+            let got = shortened(version);
+            return Err(PredictorError::NewerFormat { got, known: LATEST_VERSION });
+        }
         let mut layers = BTreeMap::new();
+        let mut histograms = BTreeMap::new();
         let mut n_tokens = None;
         for (name, view) in file.iter() {
             let values = integers(name, &view)?;
-            match name.strip_prefix("activation_").and_then(layer_number) {
-                Some(layer) => {
-                    layers.insert(layer, values);
-                }
-                None if name == TOKENS => n_tokens = Some(token_count(&values, view.shape())?),
-                None => {
-                    return Err(PredictorError::UnexpectedTensor {
-                        tensor: shortened(name),
-                        expected: EXPECTED,
-                    });
-                }
+            let layer_after = |prefix| name.strip_prefix(prefix).and_then(layer_number);
+            if let Some(layer) = layer_after("activation_") {
+                layers.insert(layer, values);
+            } else if let Some(layer) = layer_after("active_share_") {
+                histograms.insert(layer, histogram(name, &values)?);
+            } else if name == TOKENS {
+                n_tokens = Some(token_count(&values, view.shape())?);
+            } else {
+                return Err(PredictorError::UnexpectedTensor { tensor: shortened(name), expected: EXPECTED });
             }
         }
         let n_tokens = n_tokens.ok_or_else(|| PredictorError::MissingTensor { tensor: TOKENS.to_owned() })?;
         check_layers(layers.keys().copied(), "activation_0")?;
         let layers = layers.into_iter().map(|(layer, counts)| check_counts(layer, counts, n_tokens));
-        let (_, header) = SafeTensors::read_metadata(bytes)?;
-        let fingerprint = header.metadata().as_ref().and_then(|map| map.get(FINGERPRINT).cloned());
-        Ok(Self { layers: layers.collect::<Result<_, _>>()?, n_tokens: n_tokens.unsigned_abs(), fingerprint })
+        let counts = Self {
+            layers: layers.collect::<Result<_, _>>()?,
+            n_tokens: n_tokens.unsigned_abs(),
+            histograms: None,
+            fingerprint: metadata(FINGERPRINT).cloned(),
+        };
+        if histograms.is_empty() {
+            return Ok(counts);
+        }
+        if let Some((layer, _)) = (0..).map(LayerId).zip(histograms.keys()).find(|(want, got)| want != *got) {
+            return Err(PredictorError::MissingTensor { tensor: format!("active_share_{layer}") });
+        }
+        counts.with_histograms(histograms.into_values().collect())
     }
 
     /// Number of tokens that were counted, at least 1.
@@ -210,6 +338,12 @@ impl ActivationCounts {
     /// if there is no such layer.
     pub fn layer(&self, layer: LayerId) -> Option<&[u64]> {
         self.layers.get(layer.index()).map(Vec::as_slice)
+    }
+
+    /// For how many tokens which share of a layer's neurons fired; `None` if there is no such layer or that was not
+    /// counted.
+    pub fn histogram(&self, layer: LayerId) -> Option<&ShareHistogram> {
+        self.histograms.as_ref()?.get(layer.index())
     }
 
     /// Share of neurons that were active in a layer, over all tokens; `None` if there is no such layer.
@@ -247,6 +381,23 @@ fn integers(name: &str, view: &TensorView<'_>) -> Result<Vec<i64>, PredictorErro
         });
     }
     Ok(view.data().as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes)).collect())
+}
+
+fn histogram(tensor: &str, values: &[i64]) -> Result<ShareHistogram, PredictorError> {
+    let wrong_length = |_| PredictorError::Shape {
+        tensor: tensor.to_owned(),
+        expected: format!("[{}]", ShareHistogram::BINS),
+        got: vec![values.len()],
+    };
+    let values: [i64; ShareHistogram::BINS] = values.try_into().map_err(wrong_length)?;
+    match values.iter().position(|&n| n < 0) {
+        Some(bin) => Err(PredictorError::Type {
+            tensor: tensor.to_owned(),
+            expected: "counts from 0 up",
+            got: format!("{} in bin {bin}", values[bin]),
+        }),
+        None => Ok(ShareHistogram(values.map(i64::unsigned_abs))),
+    }
 }
 
 fn token_count(values: &[i64], shape: &[usize]) -> Result<i64, PredictorError> {
@@ -342,6 +493,126 @@ mod tests {
         counts.check_model("a").unwrap();
         // 10 of 18 are under 80 %, 16 of 18 are over.
         assert_eq!(counts.share_making(LayerId(0), 0.8), Some(2.0 / 3.0));
+    }
+
+    fn histogram_of(fired: &[usize], n_ff: usize) -> ShareHistogram {
+        let mut histogram = ShareHistogram::new();
+        fired.iter().for_each(|&n| histogram.add(n, n_ff));
+        histogram
+    }
+
+    #[test]
+    fn a_histogram_sorts_tokens_by_hundredths() {
+        // 0 and 9 of 1000 are below a hundredth, 10 is at it; 999 and 1000 share the last bin.
+        let histogram = histogram_of(&[0, 9, 10, 500, 989, 990, 999, 1000], 1000);
+        let mut want = [0; ShareHistogram::BINS];
+        for (bin, n) in [(0, 2), (1, 1), (50, 1), (98, 1), (99, 3)] {
+            want[bin] = n;
+        }
+        assert_eq!(histogram.bins(), &want);
+        let within = |part| histogram.share_within(part);
+        assert_eq!(
+            [within(0.25), within(0.26), within(0.5), within(0.51), within(1.0)],
+            [0.01, 0.02, 0.51, 0.99, 1.0]
+        );
+        assert_eq!(ShareHistogram::default().share_within(0.5), 0.0);
+        // One of three is a third: bin 33.
+        assert_eq!(histogram_of(&[1], 3).bins()[33], 1);
+    }
+
+    #[test]
+    fn histograms_are_written_read_back_and_added_up() {
+        let plain = ActivationCounts::new(2, vec![vec![1, 2], vec![0, 1]]).unwrap();
+        let histograms = vec![histogram_of(&[1, 2], 2), histogram_of(&[0, 1], 2)];
+        let mut counts = plain.clone().with_histograms(histograms.clone()).unwrap();
+        assert_eq!(ActivationCounts::from_bytes(&counts.to_bytes().unwrap()).unwrap(), counts);
+        counts.merge(&counts.clone()).unwrap();
+        let doubled = ActivationCounts::from_bytes(&counts.to_bytes().unwrap()).unwrap();
+        assert_eq!(doubled.histogram(LayerId(0)), Some(&histogram_of(&[1, 2, 1, 2], 2)));
+        assert_eq!(doubled.histogram(LayerId(2)), None);
+        // What is known of some of the tokens only is left out.
+        counts.merge(&plain).unwrap();
+        assert_eq!((counts.n_tokens(), counts.histogram(LayerId(0))), (6, None));
+
+        let wrong = |histograms| plain.clone().with_histograms(histograms).unwrap_err().to_string();
+        assert_eq!(wrong(histograms[..1].to_vec()), "tensor `active_share_1` is missing");
+        assert_eq!(
+            wrong([histograms.clone(), histograms.clone()].concat()),
+            "tensor `activation_2` is missing"
+        );
+        assert_eq!(
+            wrong(vec![histograms[0].clone(), histogram_of(&[1], 2)]),
+            "tensor `active_share_1` is a histogram over 1 tokens, expected 2"
+        );
+    }
+
+    #[test]
+    fn histograms_in_files_are_not_believed() {
+        let bins = |n: i64| {
+            let mut bins = [0; ShareHistogram::BINS];
+            (bins[3], bins[99]) = (n, 1);
+            bins
+        };
+        let with = |shares: &[(&str, &[i64])]| {
+            let mut tensors = vec![tensor("activation_0", &[1, 2]), tensor("activation_1", &[1, 2])];
+            tensors.push(tensor("tokens", &[5]));
+            tensors.extend(shares.iter().map(|(name, values)| tensor(name, values)));
+            ActivationCounts::from_bytes(&file(&tensors)).map_err(|error| error.to_string())
+        };
+        let good = bins(4);
+        assert!(with(&[("active_share_0", &good), ("active_share_1", &good)]).is_ok());
+        for (shares, want) in [
+            (vec![("active_share_0", &good[..])], "tensor `active_share_1` is missing"),
+            (vec![("active_share_1", &good)], "tensor `active_share_0` is missing"),
+            (
+                vec![("active_share_0", &good), ("active_share_1", &bins(5))],
+                "tensor `active_share_1` is a histogram over 6 tokens, expected 5",
+            ),
+            (vec![("active_share_0", &bins(-4))], "tensor `active_share_0` is -4 in bin 3"),
+            (
+                vec![("active_share_0", &good[1..])],
+                "tensor `active_share_0` has the shape [99], expected [100]",
+            ),
+        ] {
+            let error = with(&shares).unwrap_err();
+            assert!(error.starts_with(want), "{error}");
+        }
+    }
+
+    #[test]
+    fn later_versions_of_the_file_are_refused() {
+        let tensors = [tensor("activation_0", &[1, 2]), tensor("tokens", &[5])];
+        let views = || {
+            let view = |(name, ty, shape, bytes)| (name, TensorView::new(ty, shape, bytes).unwrap());
+            tensors.iter().map(|(name, ty, shape, bytes)| (name, *ty, shape.clone(), &bytes[..])).map(view)
+        };
+        for (version, is_known) in [("1", true), ("2", true), ("3", false), ("0", false), ("two", false)] {
+            let metadata = HashMap::from([("format_version".to_owned(), version.to_owned())]);
+            let read =
+                ActivationCounts::from_bytes(&safetensors::serialize(views(), Some(metadata)).unwrap());
+            match read {
+                Ok(_) => assert!(is_known, "{version}"),
+                Err(error) => {
+                    assert!(!is_known && matches!(error, PredictorError::NewerFormat { .. }), "{error}");
+                }
+            }
+        }
+        // Without histograms, a file is one of version 1, which says so.
+        let bytes = ActivationCounts::new(1, vec![vec![1]]).unwrap().to_bytes().unwrap();
+        let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
+        assert_eq!(header.metadata().as_ref().unwrap()["format_version"], "1");
+    }
+
+    #[cfg(not(feature = "pt"))]
+    #[test]
+    fn files_of_pytorch_need_the_feature() {
+        let folder = tempfile::tempdir().unwrap();
+        for path in [folder.path().to_owned(), folder.path().join("activation_0.pt")] {
+            let PredictorError::InFile { source, .. } = ActivationCounts::open(path).unwrap_err() else {
+                panic!()
+            };
+            assert!(matches!(*source, PredictorError::NoPt));
+        }
     }
 
     #[test]

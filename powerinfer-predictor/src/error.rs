@@ -67,6 +67,19 @@ pub enum PredictorError {
         /// The highest of them.
         last: LayerId,
     },
+    /// A layer that two files are for.
+    #[error("layer {layer} comes twice")]
+    RepeatedLayer {
+        /// The layer.
+        layer: LayerId,
+    },
+    /// Something in a file of PyTorch.
+    #[cfg(feature = "pt")]
+    #[error(transparent)]
+    Pt(#[from] crate::pt::PtError),
+    /// A folder or a file of PyTorch, where those cannot be read.
+    #[error("files of PyTorch are not read: this program was built without the feature `pt`")]
+    NoPt,
     /// A tensor of numbers that cannot be used.
     #[error("tensor `{tensor}` is {got}, expected {expected}")]
     Type {
@@ -124,6 +137,24 @@ pub enum PredictorError {
         count: i64,
         /// Number of tokens in the file.
         n_tokens: i64,
+    },
+    /// Statistics in a later version of their format.
+    #[error("format_version of the statistics is {got}, versions up to {known} are known")]
+    NewerFormat {
+        /// What the file says, shortened.
+        got: String,
+        /// The latest that is known.
+        known: u32,
+    },
+    /// A histogram over another number of tokens than was counted.
+    #[error("tensor `{tensor}` is a histogram over {got} tokens, expected {n_tokens}")]
+    Histogram {
+        /// Its name.
+        tensor: String,
+        /// Sum of its numbers.
+        got: u128,
+        /// Number of tokens in the file.
+        n_tokens: u64,
     },
     /// Statistics over no tokens.
     #[error("tensor `tokens` must be at least 1, got {n_tokens}")]

@@ -14,7 +14,8 @@
 //! - [`PredictorFile`] reads and writes `predictor/model.safetensors` with its `config.json`;
 //! - [`CalibrationFile`] reads and writes 2-bit copies of gates with calibrated thresholds, which predict without
 //!   any training;
-//! - [`ActivationCounts`] reads how often each neuron fired on some text, which says which neurons are hot;
+//! - [`ActivationCounts`] reads and writes how often each neuron fired on some text, which says which neurons are hot;
+//!   with the feature `pt` also as files of PyTorch, in which the original PowerInfer has them;
 //! - [`QualityByLayer`] measures predictions against the truth, and [`Quality`] prints the four figures
 //!   together: a recall says nothing without the share of neurons that it was bought with;
 //! - [`WeightFile`] reads matrices of other safetensors files by name, under the same checks.
@@ -65,13 +66,17 @@ mod calibration;
 mod counts;
 mod error;
 mod file;
+#[cfg(feature = "pt")]
+mod pt;
 mod quality;
 mod weights;
 
 pub use calibration::{CalibrationFile, CalibrationLayer, LayerFigures, RecallFigures, UseReason};
-pub use counts::ActivationCounts;
+pub use counts::{ActivationCounts, ShareHistogram};
 pub use error::PredictorError;
 pub use file::{PredictorFile, PredictorLayer};
+#[cfg(feature = "pt")]
+pub use pt::PtError;
 pub use quality::{Quality, QualityByLayer, QualityCounter};
 pub use safetensors::SafeTensorError;
 pub use weights::{FloatType, Matrix, WeightFile};

@@ -402,6 +402,17 @@ pub trait HybridBackend: Send {
         false
     }
 
+    /// Adds to `counts` how many of the held neurons of a layer had a hidden value other than zero, for each row of the
+    /// last step since counting began, and says whether it counts them. Backends that only know sums over rows leave it
+    /// out.
+    ///
+    /// # Shapes
+    /// `counts [n_rows]`.
+    fn take_fired_by_row(&mut self, layer: LayerId, counts: &mut [u32]) -> bool {
+        let _ = (layer, counts);
+        false
+    }
+
     /// What was read, moved and computed since the last call.
     fn take_cost(&mut self) -> StepCost;
 }

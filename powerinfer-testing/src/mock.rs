@@ -260,6 +260,10 @@ impl HybridBackend for Timed {
         self.inner.take_fired(layer, counts)
     }
 
+    fn take_fired_by_row(&mut self, layer: LayerId, counts: &mut [u32]) -> bool {
+        self.inner.take_fired_by_row(layer, counts)
+    }
+
     fn take_cost(&mut self) -> StepCost {
         std::mem::take(&mut self.cost)
     }
@@ -297,6 +301,7 @@ pub struct MockDevice {
     started: Vec<Started>,
     next_slot: u32,
     traffic: StepCost,
+    only_sums: bool,
 }
 
 #[derive(Debug)]
@@ -328,7 +333,15 @@ impl MockDevice {
             started: Vec::new(),
             next_slot: 0,
             traffic: StepCost::default(),
+            only_sums: false,
         }
+    }
+
+    /// The same device, which knows how often neurons fired only as sums over the rows of a step.
+    #[must_use]
+    pub fn with_only_sums(mut self) -> Self {
+        self.only_sums = true;
+        self
     }
 
     fn allocate(&mut self, what: &str, parts: impl IntoIterator<Item = u64>) -> Result<u64, BackendError> {
@@ -619,6 +632,10 @@ impl HybridBackend for MockDevice {
 
     fn take_fired(&mut self, layer: LayerId, counts: &mut [u64]) -> bool {
         self.inner.take_fired(layer, counts)
+    }
+
+    fn take_fired_by_row(&mut self, layer: LayerId, counts: &mut [u32]) -> bool {
+        !self.only_sums && self.inner.take_fired_by_row(layer, counts)
     }
 
     fn take_cost(&mut self) -> StepCost {

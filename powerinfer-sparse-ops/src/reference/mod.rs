@@ -40,6 +40,8 @@ pub struct ReferenceBackend {
     next_slot: u32,
     /// For each layer, how often its neurons fired, `[n_ff]`; `None` while nobody counts.
     fired: Option<Vec<Vec<u64>>>,
+    /// For each layer, how many neurons fired for each row of the last step, `[n_rows]`; empty while nobody counts.
+    fired_by_row: Vec<Vec<u32>>,
     cost: StepCost,
 }
 
@@ -65,6 +67,7 @@ impl ReferenceBackend {
             pending: HashMap::new(),
             next_slot: 0,
             fired: None,
+            fired_by_row: Vec::new(),
             cost: StepCost::default(),
         }
     }
@@ -379,11 +382,14 @@ impl HybridBackend for ReferenceBackend {
         let (ffn, owned) = self.layers[layer.index()].ffn.as_ref().expect("the layer's FFN is loaded");
         let mut read = RowsRead::new(ffn);
         let mut sums = vec![0.0; n_rows * n_embd];
+        let mut by_row = vec![0; n_rows];
         for row in 0..n_rows {
             let x = &input.x[row * n_embd..(row + 1) * n_embd];
             let work = Work { ffn, owned, input, row };
             let hidden = self.hidden_values(work, x, &mut read);
-            read.cost.fired_neurons += hidden.iter().filter(|&&v| v != 0.0).count() as u64;
+            let n_fired = hidden.iter().filter(|&&v| v != 0.0).count();
+            read.cost.fired_neurons += n_fired as u64;
+            by_row[row] = n_fired as u32;
             let acc = &mut sums[row * n_embd..(row + 1) * n_embd];
             self.down(work, &hidden, acc, &mut read);
             if let Some(counts) = &mut fired {
@@ -394,6 +400,9 @@ impl HybridBackend for ReferenceBackend {
         read.cost.owned_neurons = (n_rows * owned.len()) as u64;
         let cost = read.total(ffn);
         self.cost += cost;
+        if fired.is_some() {
+            self.fired_by_row[layer.index()] = by_row;
+        }
         self.fired = fired;
         let slot = self.next_slot;
         self.next_slot = slot.wrapping_add(1);
@@ -431,11 +440,19 @@ impl HybridBackend for ReferenceBackend {
 
     fn record_fired(&mut self, on: bool) {
         self.fired = on.then(|| self.spec.n_ff.iter().map(|&n_ff| vec![0; n_ff]).collect());
+        self.fired_by_row = if on { vec![Vec::new(); self.spec.n_layer] } else { Vec::new() };
     }
 
     fn take_fired(&mut self, layer: LayerId, counts: &mut [u64]) -> bool {
         let Some(fired) = &mut self.fired else { return false };
         counts.iter_mut().zip(&mut fired[layer.index()]).for_each(|(to, n)| *to += std::mem::take(n));
+        true
+    }
+
+    fn take_fired_by_row(&mut self, layer: LayerId, counts: &mut [u32]) -> bool {
+        let Some(by_row) = self.fired_by_row.get(layer.index()) else { return false };
+        assert_eq!(counts.len(), by_row.len(), "rows of the last step at layer {layer}");
+        counts.iter_mut().zip(by_row).for_each(|(to, n)| *to += n);
         true
     }
 
