@@ -21,6 +21,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use powerinfer_core::placement::Accelerator;
 use powerinfer_core::{Device, MakeBackend};
 use powerinfer_cuda::{CudaBackend, CudaKvType, CudaOptions, probe_devices};
 use powerinfer_sparse_ops::reference::{ReferenceBackend, Rounding};
@@ -63,12 +64,38 @@ fn emulated() -> Device {
 
 /// Shapes whose decoding is timed, the first one first.
 const SHAPES: [Shape; 2] = [
-    Shape { name: "1B", n_layer: 22, n_embd: 2048, n_ff: 5632, n_head: 16, n_vocab: 32000, latency: 2e-5 },
-    Shape { name: "7B", n_layer: 32, n_embd: 4096, n_ff: 11008, n_head: 32, n_vocab: 32000, latency: 2e-5 },
+    Shape {
+        name: "1B",
+        n_layer: 22,
+        n_embd: 2048,
+        n_ff: 5632,
+        n_head: 16,
+        n_vocab: 32000,
+        latency: 2e-5,
+        granule: Accelerator::CUDA_GRANULE,
+    },
+    Shape {
+        name: "7B",
+        n_layer: 32,
+        n_embd: 4096,
+        n_ff: 11008,
+        n_head: 32,
+        n_vocab: 32000,
+        latency: 2e-5,
+        granule: Accelerator::CUDA_GRANULE,
+    },
 ];
 
-const TOY: Shape =
-    Shape { name: "toy", n_layer: 3, n_embd: 64, n_ff: 352, n_head: 4, n_vocab: 300, latency: 0.0 };
+const TOY: Shape = Shape {
+    name: "toy",
+    n_layer: 3,
+    n_embd: 64,
+    n_ff: 352,
+    n_head: 4,
+    n_vocab: 300,
+    latency: 0.0,
+    granule: 256,
+};
 
 /// Steps launched as a graph and one by one have the same bits.
 fn check_graphs() {

@@ -38,9 +38,9 @@ fn plan_for(budget: u64, n_ctx: usize, granule: u64, kv_value_bytes: u64, n_seq:
 }
 
 /// A device that refuses more than `limit` bytes.
-fn limited(limit: u64, kv_type: CudaKvType) -> Device {
+fn limited(limit: u64, granule: u64, kv_type: CudaKvType) -> Device {
     Device::Other(MakeBackend::new(move |spec| {
-        let gpu = EmulatedGpu::new(1, false, Arc::default());
+        let gpu = EmulatedGpu::new(1, false, Arc::default()).with_granule(granule);
         Ok(Box::new(backend_with(&spec, kv_type, gpu, Some(limit))?) as Box<dyn HybridBackend>)
     }))
 }
@@ -63,10 +63,10 @@ fn a_plan_holds_all_that_the_backend_allocates() {
             let plan = |budget, granule| plan_for(budget, n_ctx, granule, value_bytes, n_seq);
             let options = |plan| LoadOptions { plan: Some(plan), n_batch, ..LoadOptions::default() };
             let step =
-                Model::plan(&file().model(), None, &options(plan(u64::MAX, 1))).expect("it is planned");
+                Model::plan(&file().model(), None, &options(plan(u64::MAX, 256))).expect("it is planned");
             let step = step.expect("it is asked for").0.devices[0].bytes.steps;
             // To the byte, and in the pages of a driver.
-            for granule in [1, 1 << 21] {
+            for granule in [256, 1 << 21] {
                 for more in [30_000, 100_000, 400_000, 1_000_000, 1 << 30] {
                     let options = options(plan((step + more).next_multiple_of(granule), granule));
                     let planned = Model::plan(&file().model(), None, &options).expect("it is planned");
@@ -78,7 +78,7 @@ fn a_plan_holds_all_that_the_backend_allocates() {
                     }
                     n_split += usize::from(on.n_neurons > 0 && on.n_neurons < on.of_neurons);
                     n_home += usize::from(on.n_homes > 0 && on.has_head);
-                    let device = limited(on.bytes.total(), kv);
+                    let device = limited(on.bytes.total(), granule, kv);
                     let options = LoadOptions { accelerators: vec![device], ..options };
                     let model = file().load_with(&options).unwrap_or_else(|e| panic!("{what}: {e}"));
                     let how = SessionOptions { n_ctx: Some(n_ctx), ..SessionOptions::default() };

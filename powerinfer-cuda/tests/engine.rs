@@ -103,6 +103,7 @@ fn a_budget_decides_how_much_is_on_the_device() {
         n_head: 4,
         n_vocab: 300,
         latency: 0.0,
+        granule: 256,
     };
     let mut lines = Vec::new();
     let placed = budgets::decode(shape, &emulated(6, false), 1 << 30, Duration::from_secs(60), &mut |line| {

@@ -322,8 +322,9 @@ impl Planner<'_> {
 
     /// Bytes that steps work in on a device.
     fn step_bytes(&self, device: usize) -> u64 {
-        let PlanRequest { shape, n_batch, n_ctx, .. } = self.request;
-        self.request.devices[device].buffer(shape.step_bytes(n_batch, n_ctx))
+        let PlanRequest { shape, n_batch, n_ctx, devices, .. } = self.request;
+        let buffers = [shape.constant_bytes(), shape.step_bytes(n_batch, n_ctx)];
+        buffers.map(|n| devices[device].buffer(n)).into_iter().fold(0, u64::saturating_add)
     }
 
     /// Seconds of a layer.

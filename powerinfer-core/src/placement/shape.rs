@@ -185,6 +185,11 @@ impl ModelShape {
         allocated(one).saturating_mul(2).saturating_mul(n_seq as u64)
     }
 
+    /// Bytes that a device takes as soon as it is there: frequencies of positions, counters of each layer.
+    pub(crate) fn constant_bytes(&self) -> u64 {
+        [2 * self.q_dim, 128 * self.layers.len()].map(|n| allocated(n as u64)).into_iter().sum()
+    }
+
     /// Bytes that a device works in for steps of `n_batch` tokens with contexts of `n_ctx` positions, if it is home, has the
     /// head and holds neurons. No backend may take more: it is what `powerinfer-cuda` allocates, piece by piece, and the
     /// tests of the backends compare with it.
@@ -228,9 +233,6 @@ impl ModelShape {
             times(rows.min(32), 4),
             4 * n_ff,
             times(rows.min(8), times(chunks, 4 * n_embd)),
-            // Frequencies of positions, counters.
-            times(2, q_dim),
-            times(128, n_layer),
         ];
         pieces.into_iter().map(allocated).fold(0, u64::saturating_add)
     }

@@ -22,6 +22,8 @@ pub(crate) struct Shape {
     pub(crate) n_vocab: usize,
     /// Seconds that the planner is told a transfer takes.
     pub(crate) latency: f64,
+    /// Bytes of which the device's buffers take multiples.
+    pub(crate) granule: u64,
 }
 
 const N_CTX: usize = 256;
@@ -128,21 +130,20 @@ pub(crate) fn decode(
         }
         // What steps work in is a little more than the file.
         let budget = (whole + (8 << 20)) * quarters / 4;
-        let plan = PlanOptions {
-            host: Host { name: "host".into(), bandwidth: Bandwidth { dense: 60e9, gather: 50e9 } },
-            devices: vec![Accelerator {
-                name: "device".into(),
-                free_bytes,
-                budget: Budget::Bytes(budget),
-                bandwidth: Bandwidth { dense: 1000e9, gather: 800e9 },
-                link: 25e9,
-                latency: shape.latency,
-            }],
-            statistics: Statistics::Unknown { rate: 0.5 },
-            n_ctx: Some(N_CTX),
-            n_seq: 1,
-            neurons: true,
+        let host = Host { name: "host".into(), bandwidth: Bandwidth { dense: 60e9, gather: 50e9 } };
+        let accelerator = Accelerator {
+            name: "device".into(),
+            free_bytes,
+            budget: Budget::Bytes(budget),
+            bandwidth: Bandwidth { dense: 1000e9, gather: 800e9 },
+            link: 25e9,
+            latency: shape.latency,
+            granule: shape.granule,
+            kv_value_bytes: 2,
         };
+        let statistics = Statistics::Unknown { rate: 0.5 };
+        let plan =
+            PlanOptions { n_ctx: Some(N_CTX), ..PlanOptions::new(host, vec![accelerator], statistics) };
         let options = LoadOptions {
             device: Device::Cpu(CpuOptions::default()),
             accelerators: vec![device.clone()],
