@@ -6,6 +6,7 @@
 
 #define __device__
 #define __forceinline__ inline
+#define __noinline__ inline
 #define KERNEL(threads, name) extern "C" void name
 // Shared memory belongs to the thread that runs the launch, whose blocks run one after the other. It is filled
 // with NaN when a block first comes to it.

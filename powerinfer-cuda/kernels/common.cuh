@@ -20,6 +20,8 @@ typedef unsigned long long u64;
 #endif
 
 #define DEVICE static __device__ __forceinline__
+// For long functions that unrolled code uses: one copy of them, which is called.
+#define DEVICE_APART static __device__ __noinline__
 #define FULL_WARP 0xffffffffu
 
 struct alignas(16) Quad {
@@ -167,6 +169,10 @@ DEVICE float activate(int activation, float x) {
     }
     float inner = 0.797884583f * x * (1.0f + 0.044715f * x * x);
     return 0.5f * x * (1.0f + tanhf(inner));
+}
+
+DEVICE_APART float activate_apart(int activation, float x) {
+    return activate(activation, x);
 }
 
 DEVICE bool bit_is_set(const u64* bits, u32 i) {

@@ -690,11 +690,11 @@ KERNEL(256, TYPED(ffn_matmul))(const u8* gate, const u8* up, const float* up_bia
             }
             u64 at = (u64)token * n_owned + row;
             bool active = !bits || bit_is_set(bits + (u64)token * ((n_ff + 63) / 64), owned[row]);
-            float g = !is_gated ? 1.0f : is_fused ? activate(activation, g_sums[r][t]) : gate_values[at], h = 0.0f;
+            float g = !is_gated ? 1.0f : is_fused ? activate_apart(activation, g_sums[r][t]) : gate_values[at], h = 0.0f;
             bool wanted = active && !(skip_zeros && is_gated && g == 0.0f);
             if (wanted) {
                 float u = u_sums[r][t] + (up_bias ? up_bias[row] : 0.0f);
-                h = gating == GATING_GATE ? g * u : g * activate(activation, u);
+                h = gating == GATING_GATE ? g * u : g * activate_apart(activation, u);
             }
             hidden[at] = h;
             n_gate += active && is_fused;
