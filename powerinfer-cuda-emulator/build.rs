@@ -1,16 +1,26 @@
 //! Compiles the kernels and the shim with the host's C++ compiler; without one, the crate says that it is not
 //! available.
 use std::path::Path;
+use std::process::Command;
 
 const TYPES: [&str; 7] = ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q6_k"];
 
 fn main() {
     println!("cargo::rustc-check-cfg=cfg(emulator_built)");
+    println!("cargo::rustc-check-cfg=cfg(driver_built)");
     println!("cargo::rerun-if-changed=shim");
     println!("cargo::rerun-if-changed=../powerinfer-cuda/kernels");
     let unix = std::env::var_os("CARGO_CFG_UNIX").is_some();
     match unix.then(build) {
-        Some(Ok(())) => println!("cargo::rustc-cfg=emulator_built"),
+        Some(Ok(())) => {
+            println!("cargo::rustc-cfg=emulator_built");
+            if std::env::var_os("CARGO_CFG_TARGET_OS").is_some_and(|os| os == "linux") {
+                match build_driver() {
+                    Ok(()) => println!("cargo::rustc-cfg=driver_built"),
+                    Err(error) => println!("cargo::warning=the driver is not emulated: {error}"),
+                }
+            }
+        }
         Some(Err(error)) => println!("cargo::warning=the kernels are not emulated: {error}"),
         None => println!("cargo::warning=the kernels are emulated on Unix only"),
     }
@@ -55,7 +65,6 @@ fn build() -> Result<(), cc::Error> {
     let kernels = Path::new("../powerinfer-cuda/kernels");
     let mut objects = kernel_compiler()
         .file(kernels.join("base.cu"))
-        .file(kernels.join("int8.cu"))
         .file("shim/selftest.cu")
         .try_compile_intermediates()?;
     for ty in TYPES {
@@ -68,7 +77,7 @@ fn build() -> Result<(), cc::Error> {
                 .try_compile_intermediates()?,
         );
     }
-    let names = TYPES.iter().chain(&["base", "int8", "selftest"]);
+    let names = TYPES.iter().chain(&["base", "selftest"]);
     let declared: String =
         names.clone().map(|t| format!("extern \"C\" void emulated_module_{t}();")).collect();
     let called: String = names.map(|t| format!("emulated_module_{t}();")).collect();
@@ -84,4 +93,29 @@ fn build() -> Result<(), cc::Error> {
 /// Objects of one source for several types need folders of their own.
 fn out_dir(ty: &str) -> std::path::PathBuf {
     Path::new(&std::env::var_os("OUT_DIR").unwrap_or_default()).join(ty)
+}
+
+/// Functions that one of the emulated drivers lacks.
+const LACKING: [&str; 2] = ["cuMemHostAlloc", "cuGraphLaunch"];
+
+/// The emulated driver, whole and without one function each.
+fn build_driver() -> Result<(), Box<dyn std::error::Error>> {
+    let objects = compiler().file("shim/driver.cpp").try_compile_intermediates()?;
+    for lacking in std::iter::once(None).chain(LACKING.map(Some)) {
+        let folder =
+            out_dir("driver").join(lacking.map_or("whole".to_owned(), |name| format!("without-{name}")));
+        std::fs::create_dir_all(&folder)?;
+        let exports = folder.join("exports");
+        let hidden = lacking.map_or(String::new(), |name| format!("local: {name};"));
+        std::fs::write(&exports, format!("{{ global: cu*; {hidden} }};"))?;
+        let mut command: Command = compiler().try_get_compiler()?.to_command();
+        command.args(["-shared", "-o"]).arg(folder.join("libcuda.so")).args(&objects);
+        command.arg("-Wl,--whole-archive").arg(out_dir("libemulator.a")).arg("-Wl,--no-whole-archive");
+        command.arg(format!("-Wl,--version-script={}", exports.display()));
+        let output = command.output()?;
+        if !output.status.success() {
+            return Err(String::from_utf8_lossy(&output.stderr).into());
+        }
+    }
+    Ok(())
 }

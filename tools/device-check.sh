@@ -4,7 +4,7 @@
 #     cargo build --release -p powerinfer-cuda --example device_check
 #     tools/device-check.sh target/release/examples/device_check
 #
-# Takes the program, and the longest time in seconds (240).
+# Takes the program, and the longest time in seconds (240). `device_check --rehearse` tries goldens and budgets on the emulator.
 set -u
 program=${1:?usage: tools/device-check.sh PROGRAM [SECONDS]}
 limit=${2:-240}

@@ -15,6 +15,7 @@ mod fingerprint;
 mod fit;
 mod products;
 mod record;
+mod signs;
 mod timing;
 mod truth;
 

@@ -9,7 +9,7 @@ use powerinfer_predictor::{CalibrationFile, PredictorError};
 use powerinfer_sparse_ops::{
     Activation, ActiveMode, BackendError, BlockKind, DensePart, DownWeights, EmbeddingWeights, FfnWeights,
     Gating, HeadWeights, LayerId, LayerWeights, Linear, LowRank, ModelSpec, NormWeights, PredictorWeights,
-    ShapeError, WeightMatrix, WeightType,
+    ShapeError, WeightMatrix, WeightType, sample_outlier_columns,
 };
 
 use crate::devices::Device;
@@ -431,6 +431,7 @@ pub(crate) fn read_weights(
         predictors.push(read_predictor(&mut tensors, layer, options)?);
     }
     say_down_layout(&ffn, spec, notes);
+    say_outliers(&ffn, spec, notes);
     if let Some(calibration) = calibration {
         predictors = gate_copies(calibration, spec, options, notes)?;
     } else if spec.sparse_file || predictors.iter().any(Option::is_some) {
@@ -687,6 +688,28 @@ fn say_down_layout(ffn: &[FfnWeights], spec: &ModelSpec, notes: &mut Notes) {
             "down projections ({}) are stored by output in blocks that run over neurons: read whole, unless the \
              backend says that it laid them out anew",
             by_output.join(", ")
+        ));
+    }
+}
+
+/// Columns of gates that are much larger than the others, by a sample of the rows: they decide how well a gate can be
+/// predicted or kept in few bits.
+fn say_outliers(ffn: &[FfnWeights], spec: &ModelSpec, notes: &mut Notes) {
+    const N_ROWS: usize = 128;
+    if !spec.activation.has_exact_zeros() {
+        return;
+    }
+    let gates = (0..).zip(ffn).filter_map(|(layer, ffn)| ffn.gate.as_ref().map(|gate| (layer, gate)));
+    let found: Vec<(u32, usize)> = gates
+        .map(|(layer, gate)| (layer, sample_outlier_columns(gate, N_ROWS).len()))
+        .filter(|(_, n)| *n > 0)
+        .collect();
+    let counts = || found.iter().map(|(_, n)| *n);
+    if let (Some(least), Some(most)) = (counts().min(), counts().max()) {
+        let layers = ranges(found.iter().map(|(layer, _)| *layer));
+        notes.info(format!(
+            "gates of layers {layers} have {least} to {most} columns of more than 4 times the usual size, by {N_ROWS} of \
+             their rows; gate copies keep such columns apart"
         ));
     }
 }

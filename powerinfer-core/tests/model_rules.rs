@@ -348,3 +348,18 @@ fn a_million_threads_are_refused() {
         assert!(error.to_string().contains("1024"), "{error}");
     }
 }
+
+#[test]
+fn gates_with_columns_of_another_size_are_reported() {
+    let mut file = TinyFile::sparse();
+    assert!(!notes(&file.load().unwrap()).contains("the usual size"));
+    for layer in [0, 1, 2, 5] {
+        let name = format!("blk.{layer}.ffn_gate.weight");
+        let mut gate = file.values(&name);
+        let n_outliers = if layer == 5 { 3 } else { 1 };
+        gate.chunks_mut(N_EMBD).for_each(|row| row[..n_outliers].iter_mut().for_each(|w| *w *= 30.0));
+        file.tensor(&name, &[N_EMBD, N_FF], gate);
+    }
+    let notes = notes(&file.load().unwrap());
+    assert!(notes.contains("gates of layers 0-2, 5 have 1 to 3 columns of more than 4 times"), "{notes}");
+}

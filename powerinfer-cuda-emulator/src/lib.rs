@@ -9,6 +9,8 @@
 //! Except under seeds that are multiples of 16, the sums over a warp that end a product are made at one meeting of its
 //! lanes instead of several, with the same bits: about three times as fast for small matrices.
 //!
+//! [`driver_folder`] has the same behind the functions of NVIDIA's driver, for the code that calls it.
+//!
 //! [`Memory`] plays the device's memory, with guard bytes around each piece. Without a C++ compiler the crate builds
 //! all the same and [`available`] says no.
 
@@ -17,6 +19,14 @@ mod memory;
 
 pub use ffi::launch;
 pub use memory::Memory;
+
+/// A folder with a `libcuda.so` that has the functions of NVIDIA's driver and runs kernels here: the `whole` one, or one
+/// `without-` a function that a test wants missing. `None` where there is none. What is not found with it: what a real driver
+/// thinks of the PTX, and anything about speed.
+pub fn driver_folder(name: &str) -> Option<std::path::PathBuf> {
+    let folder = std::path::Path::new(env!("OUT_DIR")).join("driver").join(name);
+    (cfg!(driver_built) && folder.is_dir()).then_some(folder)
+}
 
 /// One argument of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]

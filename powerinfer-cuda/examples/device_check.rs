@@ -1,16 +1,28 @@
-//! What a machine with an NVIDIA GPU has to show: conformance on the real driver, then a table of speeds. `--conformance` stops
-//! after the first part, which is what a memory checker is for. Run by `tools/device-check.sh`.
+//! What a machine with an NVIDIA GPU has to show: conformance on the real driver and the logits of the original engine, then a
+//! table of speeds, of kernels and of decoding under several budgets. `--conformance` stops after the first part, which is
+//! what a memory checker is for; `--rehearse` runs goldens and budgets of a toy on the emulated device, to see that the program
+//! does its work before a machine is at hand. Run by `tools/device-check.sh`.
 #![allow(clippy::print_stdout, reason = "a table is what it is for")]
 
+#[path = "../tests/support/budgets.rs"]
+mod budgets;
+#[path = "../tests/support/goldens.rs"]
+mod goldens;
+#[expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
+#[path = "../../powerinfer-core/tests/support/mod.rs"]
+mod model_file;
 #[path = "../tests/support/no_traffic.rs"]
 mod no_traffic;
+#[path = "../tests/support/mod.rs"]
+mod support;
 
 use std::error::Error;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use powerinfer_cuda::{CudaBackend, CudaKvType, CudaOptions, devices};
+use powerinfer_core::{Device, MakeBackend};
+use powerinfer_cuda::{CudaBackend, CudaKvType, CudaOptions, probe_devices};
 use powerinfer_sparse_ops::reference::{ReferenceBackend, Rounding};
 use powerinfer_sparse_ops::{
     Activation, ActiveMode, BlockKind, DensePart, DownWeights, EmbeddingWeights, FfnWeights, Gating,
@@ -24,6 +36,7 @@ use powerinfer_testing::drive::Drive;
 use powerinfer_testing::tiny::{Family, Random, TinyModel, TinyOptions};
 use powerinfer_testing::tolerance::{NMSE_F16_KV, NMSE_F32, assert_close};
 
+use budgets::Shape;
 use no_traffic::NoTraffic;
 
 #[global_allocator]
@@ -32,6 +45,58 @@ static ALLOCATOR: CountingAllocator = CountingAllocator;
 fn backend(spec: Arc<ModelSpec>, kv_type: CudaKvType) -> CudaBackend {
     let options = CudaOptions { kv_type, ..CudaOptions::default() };
     CudaBackend::new(spec, options).expect("the device has been found")
+}
+
+/// The device, for the engine.
+fn device(options: CudaOptions) -> Device {
+    Device::Other(MakeBackend::new(move |spec| {
+        Ok(Box::new(CudaBackend::new(spec, options.clone())?) as Box<dyn HybridBackend>)
+    }))
+}
+
+/// The emulated device, for the engine.
+fn emulated() -> Device {
+    Device::Other(MakeBackend::new(|spec| {
+        Ok(Box::new(support::backend(&spec, CudaKvType::F16)) as Box<dyn HybridBackend>)
+    }))
+}
+
+/// Shapes whose decoding is timed, the first one first.
+const SHAPES: [Shape; 2] = [
+    Shape { name: "1B", n_layer: 22, n_embd: 2048, n_ff: 5632, n_head: 16, n_vocab: 32000, latency: 2e-5 },
+    Shape { name: "7B", n_layer: 32, n_embd: 4096, n_ff: 11008, n_head: 32, n_vocab: 32000, latency: 2e-5 },
+];
+
+const TOY: Shape =
+    Shape { name: "toy", n_layer: 3, n_embd: 64, n_ff: 352, n_head: 4, n_vocab: 300, latency: 0.0 };
+
+/// Steps launched as a graph and one by one have the same bits.
+fn check_graphs() {
+    for family in Family::ALL {
+        let model = TinyModel::new(TinyOptions { family, ..TinyOptions::default() });
+        let logits = [false, true].map(|without_graphs| {
+            let options = CudaOptions { without_graphs, ..CudaOptions::default() };
+            let spec = Arc::clone(&model.spec);
+            let mut backend = CudaBackend::new(spec, options).expect("the device has been found");
+            model.load_all(&mut backend);
+            backend.reserve(SeqId(0), 600, 1).expect("there is memory");
+            let n_steps = if family == Family::Opt { 40 } else { 300 };
+            let mut all = Vec::new();
+            for pos in 0..n_steps {
+                let rows = [StepRow { seq: SeqId(0), pos, token: TokenId(pos * 37 % 96) }];
+                let step = Step { rows: &rows, mode: ActiveMode::Predictor };
+                backend.embed(&step);
+                model.spec.layers().for_each(|layer| assert!(backend.whole_layer(layer, &step)));
+                let mut logits = vec![0.0; 96];
+                backend.head(0..1, &mut logits);
+                all.extend(logits);
+            }
+            println!("graphs                  {}", backend.info().description);
+            all
+        });
+        assert!(logits[0] == logits[1], "{family:?}: a graph computes something else");
+    }
+    println!("graphs                  ok");
 }
 
 /// Contracts, and types that the suite does not have.
@@ -196,20 +261,34 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<(), Box<dyn Error>> {
-    for d in devices()? {
-        let (major, minor) = d.compute_capability;
-        println!(
-            "device {}: {}, {major}.{minor}, {} of {} MiB free",
-            d.device,
-            d.name,
-            d.free_bytes >> 20,
-            d.total_bytes >> 20
-        );
-    }
-    check();
-    if std::env::args().any(|arg| arg == "--conformance") {
+    let has = |wanted: &str| std::env::args().any(|arg| arg == wanted);
+    let say = &mut |line: String| println!("{line}");
+    if has("--rehearse") {
+        goldens::check(&emulated(), say)?;
+        budgets::decode(TOY, &emulated(), 1 << 30, Duration::from_secs(60), say)?;
         return Ok(());
     }
+    let mut free_bytes = None;
+    for (device, found) in probe_devices()?.into_iter().enumerate() {
+        match found {
+            Ok(d) => {
+                let (major, minor) = d.compute_capability;
+                let [free, all] = [d.free_bytes, d.total_bytes].map(|n| n >> 20);
+                println!("device {device}: {}, {major}.{minor}, {free} of {all} MiB free", d.name);
+                if device == 0 {
+                    free_bytes = Some(d.free_bytes);
+                }
+            }
+            Err(reason) => println!("device {device}: {reason}"),
+        }
+    }
+    let free_bytes = free_bytes.ok_or("the first device cannot be used")?;
+    check();
+    check_graphs();
+    if has("--conformance") {
+        return Ok(());
+    }
+    goldens::check(&device(CudaOptions::default()), say)?;
     let start = Instant::now();
     let mut copied = 0.0;
     println!(
@@ -217,7 +296,7 @@ fn run() -> Result<(), Box<dyn Error>> {
     );
     println!("type   step                       ms    tokens/s     GB/s   of copy");
     for ty in [WeightType::F16, WeightType::Q8_0, WeightType::Q4_0, WeightType::Q4_K, WeightType::Q6_K] {
-        if start.elapsed().as_secs() > 120 {
+        if start.elapsed().as_secs() > 60 {
             println!("{ty}: left out, out of time");
             continue;
         }
@@ -248,6 +327,17 @@ fn run() -> Result<(), Box<dyn Error>> {
                 100.0 * gb / seconds / copied
             );
         }
+    }
+    println!(
+        "the host rounds what Q4_0 rows are multiplied with to 8 bits, so texts of random models soon part from its own"
+    );
+    for shape in SHAPES {
+        let left = Duration::from_secs(110).saturating_sub(start.elapsed());
+        if left.as_secs() < 20 {
+            println!("{}: left out, out of time", shape.name);
+            continue;
+        }
+        budgets::decode(shape, &device(CudaOptions::default()), free_bytes, left / 2, say)?;
     }
     Ok(())
 }

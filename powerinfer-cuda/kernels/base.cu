@@ -457,15 +457,6 @@ KERNEL(128, gate_copy_bits)(const u8* codes, const float* scales, const float* t
     }
 }
 
-KERNEL(128, fill_bits)(u64* bits, int n_ff, int n_rows) {
-    int n_words = (n_ff + 63) / 64;
-    u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < (u64)n_words * n_rows) {
-        bool last = i % n_words == (u64)n_words - 1;
-        bits[i] = last && n_ff % 64 ? ((u64)1 << (n_ff % 64)) - 1 : ~(u64)0;
-    }
-}
-
 // ---- active and owned: rows to compute, ascending; a block a token ----
 
 KERNEL(1024, compact)(const u64* bits, const u32* owned, u32* list, u32* counts, u64* counters, int n_owned, int n_ff,
@@ -510,6 +501,16 @@ KERNEL(128, count_marks)(u32* marks, u64* counters, int n_owned) {
     }
     if (r < n_owned) {
         marks[r] = 0;
+    }
+}
+
+// For each neuron, for how many tokens its hidden value is not zero; hidden values by list, or without one by row.
+KERNEL(128, count_fired)(const float* hidden, const u32* list, const u32* counts, const u32* owned, u64* fired,
+                         int n_owned, int n_tokens) {
+    int k = blockIdx.x * blockDim.x + threadIdx.x, token = blockIdx.y;
+    u64 at = (u64)token * n_owned + k;
+    if (k < (list ? (int)counts[token] : n_owned) && hidden[at] != 0.0f) {
+        atomicAdd(&fired[owned[list ? list[at] : (u32)k]], (u64)1);
     }
 }
 
@@ -608,21 +609,6 @@ KERNEL(32, argmax_merge)(const float* values, const u32* indices, u32* out, int 
     }
 }
 
-// ---- vectors of 8 bits: 32 values share a scale ----
-
-KERNEL(128, quantize_q8)(const float* x, i8* q, float* d, int n, int x_stride, int n_rows) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
-    float v = i < n ? x[(u64)row * x_stride + i] : 0.0f;
-    float scale = warp_max(fabsf(v)) / 127.0f;
-    float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
-    if (i < n) {
-        q[(u64)row * n + i] = (i8)float_bits(v * inverse + 12582912.0f);
-        if (threadIdx.x % 32 == 0) {
-            d[((u64)row * n + i) / 32] = scale;
-        }
-    }
-}
-
 #ifdef EMULATED
 EMULATED_MODULE(base) {
     EMULATED_KERNEL(rms_norm);
@@ -635,14 +621,13 @@ EMULATED_MODULE(base) {
     EMULATED_KERNEL(attention_merge);
     EMULATED_KERNEL(gate_copy_quantize);
     EMULATED_KERNEL(gate_copy_bits);
-    EMULATED_KERNEL(fill_bits);
     EMULATED_KERNEL(compact);
     EMULATED_KERNEL(count_marks);
+    EMULATED_KERNEL(count_fired);
     EMULATED_KERNEL(down_reduce);
     EMULATED_KERNEL(add_rows);
     EMULATED_KERNEL(fill_u32);
     EMULATED_KERNEL(argmax_part);
     EMULATED_KERNEL(argmax_merge);
-    EMULATED_KERNEL(quantize_q8);
 }
 #endif

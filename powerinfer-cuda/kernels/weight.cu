@@ -153,14 +153,67 @@ KERNEL(128, TYPED(matvec_one))(const u8* w, const float* x, const float* bias, f
 
 #define SIDE 64
 #define STEP_CHUNKS 4
+#define STEP (8 * STEP_CHUNKS)
 // Longer than a row by 4, so that columns of the tile fall into different banks.
 #define PITCH (SIDE + 4)
 
+// Chunk i of a row of n weights for a tile; zeros past its end.
+DEVICE void fetch_weights(const u8* row, int i, int n, bool whole, float* w) {
+    if (i < (n + 7) / 8) {
+        chunk_or_rest(row, i, n, whole, w);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            w[j] = 0.0f;
+        }
+    }
+}
+
+// The numbers of a vector that chunk i of a row of n weights meets.
+DEVICE void fetch_vector(const float* x, int i, int n, bool whole, float* v) {
+    Columns columns = Weights::columns(i);
+    Quad a = {}, b = {};
+    if (whole && i < n / 8) {
+        a = load_quad(x + columns.first);
+        b = load_quad(x + columns.second);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        v[j] = j < 4 ? a.v[j % 4] : b.v[j % 4];
+        if (!Weights::BLOCKS && !whole && 8 * i + j < n) {
+            v[j] = x[8 * i + j];
+        }
+    }
+}
+
+// Puts a chunk into a tile `[weight of the step][row or token]`.
+DEVICE void put_chunk(float* tile, int chunk, int place, const float* v) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        tile[(8 * chunk + j) * PITCH + place] = v[j];
+    }
+}
+
+// Adds the products of a step to those of 4 rows and 4 tokens.
+DEVICE void multiply(const float* tile_w, const float* tile_x, int my_row, int my_token, float (&sums)[4][4]) {
+#pragma unroll 4
+    for (int k = 0; k < STEP; k++) {
+        Quad wk = load_quad(tile_w + k * PITCH + my_row);
+        Quad xk = load_quad(tile_x + k * PITCH + my_token);
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+#pragma unroll
+            for (int t = 0; t < 4; t++) {
+                sums[r][t] = fmaf(wk.v[r], xk.v[t], sums[r][t]);
+            }
+        }
+    }
+}
+
 KERNEL(256, TYPED(matmul))(const u8* w, const float* x, const float* bias, float* y, int n_out, int n_in, int n_tokens,
                            int x_stride, int y_stride, int flags) {
-    // [weight of the step][row or token]
-    SHARED(Quad, tile_w4, 8 * STEP_CHUNKS * PITCH / 4);
-    SHARED(Quad, tile_x4, 8 * STEP_CHUNKS * PITCH / 4);
+    SHARED(Quad, tile_w4, STEP* PITCH / 4);
+    SHARED(Quad, tile_x4, STEP* PITCH / 4);
     float *tile_w = (float*)tile_w4, *tile_x = (float*)tile_x4;
     int row0 = blockIdx.x * SIDE, token0 = blockIdx.y * SIDE, tid = threadIdx.x;
     int n_chunks = (n_in + 7) / 8, my_row = tid % 16 * 4, my_token = tid / 16 * 4;
@@ -171,42 +224,14 @@ KERNEL(256, TYPED(matmul))(const u8* w, const float* x, const float* bias, float
     const u8* row = w + (u64)min(row0 + lane_row, n_out - 1) * Weights::row_bytes(n_in);
     const float* vector = x + (u64)min(token0 + lane_row, n_tokens - 1) * x_stride;
     for (int i0 = 0; i0 < n_chunks; i0 += STEP_CHUNKS) {
-        int i = i0 + lane_chunk;
-        float ws[8] = {}, xs[8] = {};
-        if (whole && i < n_chunks) {
-            Columns columns = Weights::columns(i);
-            Weights::chunk(row, i, ws);
-            Quad a = load_quad(vector + columns.first), b = load_quad(vector + columns.second);
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                xs[j] = j < 4 ? a.v[j % 4] : b.v[j % 4];
-            }
-        } else if (!Weights::BLOCKS && !whole) {
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                ws[j] = 8 * i + j < n_in ? Weights::one(row, 8 * i + j) : 0.0f;
-                xs[j] = 8 * i + j < n_in ? vector[8 * i + j] : 0.0f;
-            }
-        }
+        float ws[8], xs[8];
+        fetch_weights(row, i0 + lane_chunk, n_in, whole, ws);
+        fetch_vector(vector, i0 + lane_chunk, n_in, whole, xs);
         __syncthreads();
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            tile_w[(8 * lane_chunk + j) * PITCH + lane_row] = ws[j];
-            tile_x[(8 * lane_chunk + j) * PITCH + lane_row] = xs[j];
-        }
+        put_chunk(tile_w, lane_chunk, lane_row, ws);
+        put_chunk(tile_x, lane_chunk, lane_row, xs);
         __syncthreads();
-#pragma unroll 4
-        for (int k = 0; k < 8 * STEP_CHUNKS; k++) {
-            Quad wk = load_quad(tile_w + k * PITCH + my_row);
-            Quad xk = load_quad(tile_x + k * PITCH + my_token);
-#pragma unroll
-            for (int r = 0; r < 4; r++) {
-#pragma unroll
-                for (int t = 0; t < 4; t++) {
-                    sums[r][t] = fmaf(wk.v[r], xk.v[t], sums[r][t]);
-                }
-            }
-        }
+        multiply(tile_w, tile_x, my_row, my_token, sums);
     }
 #pragma unroll
     for (int t = 0; t < 4; t++) {
@@ -603,6 +628,180 @@ KERNEL(128, TYPED(down_tile))(const u8* down, const float* hidden, const u64* bi
     }
 }
 
+// ---- neurons of many tokens: 64 rows by 64 tokens a block ----
+
+// What a block counts, in shared memory, before it adds it to the counters.
+enum { PAIRS_GATE = 0, PAIRS_UP = 1, PAIRS_FIRED = 2 };
+
+KERNEL(256, TYPED(ffn_matmul))(const u8* gate, const u8* up, const float* up_bias, const float* x,
+                               const float* gate_values, const u64* bits, const u32* owned, float* hidden, u32* marks,
+                               u64* counters, int n_embd, int n_owned, int n_ff, int x_stride, int activation,
+                               int gating, int skip_zeros, int n_tokens) {
+    SHARED(Quad, tile_g4, STEP* PITCH / 4);
+    SHARED(Quad, tile_u4, STEP* PITCH / 4);
+    SHARED(Quad, tile_x4, STEP* PITCH / 4);
+    SHARED(u32, read_rows, SIDE);
+    SHARED(int, n_pairs, 3);
+    float *tile_g = (float*)tile_g4, *tile_u = (float*)tile_u4, *tile_x = (float*)tile_x4;
+    int row0 = blockIdx.x * SIDE, token0 = blockIdx.y * SIDE, tid = threadIdx.x;
+    int n_chunks = (n_embd + 7) / 8, my_row = tid % 16 * 4, my_token = tid / 16 * 4;
+    bool is_gated = gating != GATING_NONE, is_fused = is_gated && gate;
+    bool whole = has_whole_chunks(up, x, n_embd, x_stride) && (!is_fused || has_whole_chunks(gate, n_embd));
+    float g_sums[4][4] = {}, u_sums[4][4] = {};
+    int lane_row = tid % SIDE, lane_chunk = tid / SIDE;
+    u64 row_at = (u64)min(row0 + lane_row, n_owned - 1) * Weights::row_bytes(n_embd);
+    const float* vector = x + (u64)min(token0 + lane_row, n_tokens - 1) * x_stride;
+    for (int i0 = 0; i0 < n_chunks; i0 += STEP_CHUNKS) {
+        float gs[8], us[8], xs[8];
+        if (is_fused) {
+            fetch_weights(gate + row_at, i0 + lane_chunk, n_embd, whole, gs);
+        }
+        fetch_weights(up + row_at, i0 + lane_chunk, n_embd, whole, us);
+        fetch_vector(vector, i0 + lane_chunk, n_embd, whole, xs);
+        __syncthreads();
+        if (is_fused) {
+            put_chunk(tile_g, lane_chunk, lane_row, gs);
+        }
+        put_chunk(tile_u, lane_chunk, lane_row, us);
+        put_chunk(tile_x, lane_chunk, lane_row, xs);
+        __syncthreads();
+        if (is_fused) {
+            multiply(tile_g, tile_x, my_row, my_token, g_sums);
+        }
+        multiply(tile_u, tile_x, my_row, my_token, u_sums);
+    }
+    if (tid < SIDE) {
+        read_rows[tid] = 0;
+    }
+    if (tid < 3) {
+        n_pairs[tid] = 0;
+    }
+    __syncthreads();
+    int n_gate = 0, n_up = 0, n_fired = 0;
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        int row = row0 + my_row + r;
+        u32 read = 0;
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            int token = token0 + my_token + t;
+            if (row >= n_owned || token >= n_tokens) {
+                continue;
+            }
+            u64 at = (u64)token * n_owned + row;
+            bool active = !bits || bit_is_set(bits + (u64)token * ((n_ff + 63) / 64), owned[row]);
+            float g = !is_gated ? 1.0f : is_fused ? activate(activation, g_sums[r][t]) : gate_values[at], h = 0.0f;
+            bool wanted = active && !(skip_zeros && is_gated && g == 0.0f);
+            if (wanted) {
+                float u = u_sums[r][t] + (up_bias ? up_bias[row] : 0.0f);
+                h = gating == GATING_GATE ? g * u : g * activate(activation, u);
+            }
+            hidden[at] = h;
+            n_gate += active && is_fused;
+            n_up += wanted;
+            n_fired += h != 0.0f;
+            read |= (active && is_fused ? MARK_GATE : 0) | (wanted ? MARK_UP : 0);
+        }
+        if (read) {
+            atomicOr(&read_rows[my_row + r], read);
+        }
+    }
+    atomicAdd(&n_pairs[PAIRS_GATE], n_gate);
+    atomicAdd(&n_pairs[PAIRS_UP], n_up);
+    atomicAdd(&n_pairs[PAIRS_FIRED], n_fired);
+    __syncthreads();
+    if (tid < SIDE && row0 + tid < n_owned) {
+        mark(marks, row0 + tid, read_rows[tid]);
+    }
+    if (tid == 0) {
+        count(counters, GATE_ROWS, n_pairs[PAIRS_GATE]);
+        count(counters, UP_ROWS, n_pairs[PAIRS_UP]);
+        count(counters, FIRED, n_pairs[PAIRS_FIRED]);
+    }
+}
+
+// A step takes 32 rows and 8 chunks of their columns, which for some types do not lie together.
+KERNEL(256, TYPED(down_matmul))(const u8* down, const float* hidden, const u64* bits, const u32* owned, float* y,
+                                u32* marks, u64* counters, int n_embd, int n_owned, int n_ff, int accumulate,
+                                int skip_zeros, int n_tokens) {
+    SHARED(Quad, tile_w4, STEP* PITCH / 4);
+    SHARED(Quad, tile_h4, STEP* PITCH / 4);
+    // Rows that are read in a step, as bits; two steps take turns.
+    SHARED(u32, read_rows, 2);
+    SHARED(int, n_read, 1);
+    float *tile_w = (float*)tile_w4, *tile_h = (float*)tile_h4;
+    int chunk0 = blockIdx.x * (SIDE / 8), token0 = blockIdx.y * SIDE, tid = threadIdx.x;
+    int my_column = tid % 16 * 4, my_token = tid / 16 * 4, turn = 0, n_mine = 0;
+    bool whole = has_whole_chunks(down, n_embd), counts = blockIdx.x == 0;
+    float sums[4][4] = {};
+    // Each thread brings one chunk of a row, and the hidden values of 8 rows for a token.
+    int lane_chunk = tid % 8, lane_row = tid / 8, lane_token = tid / 4, lane_rows = tid % 4 * 8;
+    int token = token0 + lane_token;
+    const float* values = hidden + (u64)min(token, n_tokens - 1) * n_owned;
+    const u64* row_bits = bits ? bits + (u64)min(token, n_tokens - 1) * ((n_ff + 63) / 64) : 0;
+    if (tid < 2) {
+        read_rows[tid] = 0;
+    }
+    if (tid == 0) {
+        n_read[0] = 0;
+    }
+    for (int k0 = 0; k0 < n_owned; k0 += STEP) {
+        float ws[8], hs[8];
+        const u8* row = down + (u64)min(k0 + lane_row, n_owned - 1) * Weights::row_bytes(n_embd);
+        fetch_weights(row, chunk0 + lane_chunk, n_embd, whole, ws);
+        u32 read = 0;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            int k = k0 + lane_rows + j;
+            bool here = k < n_owned && token < n_tokens;
+            hs[j] = here ? values[k] : 0.0f;
+            if (counts && here && !(skip_zeros && hs[j] == 0.0f) && (!row_bits || bit_is_set(row_bits, owned[k]))) {
+                read |= 1u << (lane_rows + j);
+            }
+        }
+        n_mine += __popc(read);
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            // Weights of rows past the last meet zeros.
+            tile_w[lane_row * PITCH + 8 * lane_chunk + j] = k0 + lane_row < n_owned ? ws[j] : 0.0f;
+            tile_h[(lane_rows + j) * PITCH + lane_token] = hs[j];
+        }
+        if (read) {
+            atomicOr(&read_rows[turn], read);
+        }
+        __syncthreads();
+        if (counts && tid < STEP && read_rows[turn] >> tid & 1) {
+            mark(marks, k0 + tid, MARK_DOWN);
+        }
+        turn ^= 1;
+        if (tid == 0) {
+            read_rows[turn] = 0;
+        }
+        multiply(tile_w, tile_h, my_column, my_token, sums);
+    }
+    if (n_mine) {
+        atomicAdd(&n_read[0], n_mine);
+    }
+    Columns columns = Weights::columns(chunk0 + my_column / 8);
+    int first = my_column % 8 < 4 ? columns.first : columns.second;
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            int at_token = token0 + my_token + t;
+            if (first + c < n_embd && at_token < n_tokens) {
+                float* to = y + (u64)at_token * n_embd + first + c;
+                *to = accumulate ? *to + sums[c][t] : sums[c][t];
+            }
+        }
+    }
+    __syncthreads();
+    if (counts && tid == 0) {
+        count(counters, DOWN_ROWS, n_read[0]);
+    }
+}
+
 #ifdef EMULATED
 EMULATED_MODULE(WEIGHT) {
     EMULATED_KERNEL(TYPED(embed));
@@ -616,5 +815,7 @@ EMULATED_MODULE(WEIGHT) {
     EMULATED_KERNEL(TYPED(ffn_tile));
     EMULATED_KERNEL(TYPED(down_list));
     EMULATED_KERNEL(TYPED(down_tile));
+    EMULATED_KERNEL(TYPED(ffn_matmul));
+    EMULATED_KERNEL(TYPED(down_matmul));
 }
 #endif

@@ -12,8 +12,10 @@ use powerinfer_sparse_ops::{
 };
 
 use crate::driver;
-use crate::gpu::{Buffer, Device, Gpu, HostId, NAME, Piece, Plan, View};
-use crate::kernels::{ACCUMULATE, CacheTables, CopyInput, FfnView, Matrix, RECTIFY, Rows, SPAN};
+use crate::gpu::{Buffer, Device, Gpu, GraphKey, HostId, NAME, Piece, Plan, View};
+use crate::kernels::{
+    ACCUMULATE, CacheTables, CopyInput, FfnView, MATMUL_TOKENS, Matrix, RECTIFY, Rows, SPAN,
+};
 use crate::load::{Dense, Down, Embedding, Ffn, Head, LinearPieces, NormPieces, Predictor, TILE};
 use crate::scratch::{
     LIST_ROWS, LOGIT_ROWS, Scratch, ScratchShape, bits_offset, cache_table_bytes, heads, spans, table_bytes,
@@ -21,6 +23,9 @@ use crate::scratch::{
 
 /// Steps of up to so many tokens take their neurons from lists, larger ones read a row once for 8 tokens.
 const LIST_TOKENS: usize = 4;
+
+/// Steps of up to so many tokens run whole layers as graphs; of larger ones the launches are a small part.
+const GRAPH_TOKENS: usize = 4;
 
 /// Longest head of a kernel.
 const MAX_HEAD_DIM: usize = 256;
@@ -55,10 +60,13 @@ impl CudaKvType {
 pub struct CudaOptions {
     /// Number of the device.
     pub device: usize,
-    /// Bytes of device memory that may be used; `None` for as many as are free.
+    /// Bytes of device memory that may be taken, as [`CudaBackend::memory_taken`] counts them; `None` for as many as are free.
     pub memory_limit: Option<u64>,
     /// How keys and values are kept.
     pub kv_type: CudaKvType,
+    /// Launches each kernel by itself. Otherwise layers that are wholly on the device are kept as one CUDA graph for each shape
+    /// of a small step, which gives the same bits with fewer calls of the driver.
+    pub without_graphs: bool,
 }
 
 /// Computes on an NVIDIA GPU, on copies of the weights in the layout of the file.
@@ -72,7 +80,8 @@ pub struct CudaOptions {
 /// of a float type and can be turned without loss.
 ///
 /// All memory of the device is taken while weights are loaded and in [`HybridBackend::reserve`], in pieces that are multiples of 256
-/// bytes, and accounted for; see [`CudaBackend::memory_used`]. The driver's own rounding and its context are not in it.
+/// bytes, and accounted for; see [`CudaBackend::memory_used`]. The limit is compared with [`CudaBackend::memory_taken`], which has
+/// the driver's rounding too. The driver's context, the kernels and the graphs are in neither.
 ///
 /// In [`StepCost`] the bytes moved are those of vectors, active sets, sums and logits; the tables of positions and
 /// addresses of a step and the counters themselves are not counted.
@@ -102,8 +111,11 @@ pub struct CudaBackend {
     /// The layer whose FFN input was made here last, and whether it has active sets.
     made: Option<(LayerId, bool)>,
     pending: Option<Pending>,
+    /// Whole layers that wait to be launched together.
+    waiting: Cell<Option<WholeLayers>>,
     next_slot: u32,
     has_counts: bool,
+    fired: Option<Fired>,
     cost: StepCost,
     hidden_bytes: Cell<u64>,
 }
@@ -125,6 +137,35 @@ struct Constants {
     host: HostId,
 }
 
+/// Counters of the neurons that fire, `u64 [n_ff]` for each layer.
+#[derive(Debug)]
+struct Fired {
+    buffer: Buffer,
+    layers: Vec<Piece>,
+    /// Copy of a layer's counters.
+    host: HostId,
+}
+
+impl Fired {
+    fn new(spec: &ModelSpec, device: &mut Device) -> Result<Self, BackendError> {
+        let mut plan = Plan::default();
+        let layers = spec.n_ff.iter().map(|&n_ff| plan.add(8 * n_ff)).collect();
+        let buffer = device.alloc(plan, "counters of neurons")?;
+        match device.gpu().alloc_host(8 * spec.max_n_ff()) {
+            Ok(host) => Ok(Self { buffer, layers, host }),
+            Err(error) => {
+                device.free(buffer);
+                Err(error)
+            }
+        }
+    }
+
+    fn free(self, device: &mut Device) {
+        device.gpu().free_host(self.host);
+        device.free(self.buffer);
+    }
+}
+
 /// Keys and values: for each layer that is at home here, keys and then values, `[kv_len, kv_dim]`.
 #[derive(Debug)]
 struct Sequence {
@@ -133,6 +174,15 @@ struct Sequence {
     buffer: Buffer,
     /// Keys or values of one layer.
     pieces: Vec<Piece>,
+}
+
+/// Layers that are wholly here, one after the other, of the current step.
+#[derive(Clone, Copy, Debug)]
+struct WholeLayers {
+    first: LayerId,
+    /// The one after the last.
+    end: LayerId,
+    mode: ActiveMode,
 }
 
 /// A partial sum that is not finished.
@@ -157,18 +207,17 @@ fn dense(layers: &[Layer], layer: LayerId) -> &Dense {
     layers[layer.index()].dense.as_ref().expect("the layer's dense part is loaded on its home")
 }
 
-/// What a layer's kernels find where.
+/// What a step's kernels find where.
 struct Parts<'a> {
     spec: &'a ModelSpec,
     constants: &'a Constants,
+    layers: &'a [Layer],
     scratch: &'a Scratch,
+    fired: Option<&'a Fired>,
+    kv_type: CudaKvType,
 }
 
 impl<'a> Parts<'a> {
-    fn new(spec: &'a ModelSpec, constants: &'a Constants, scratch: Option<&'a Scratch>) -> Self {
-        Self { spec, constants, scratch: scratch.expect("steps are reserved") }
-    }
-
     fn piece(&self, piece: Piece) -> View<'a> {
         self.scratch.buffer.piece(piece)
     }
@@ -199,7 +248,7 @@ impl<'a> Parts<'a> {
         self.piece(self.scratch.pieces.tables).sub(table_bytes(n), floats(n))
     }
 
-    fn caches(&self, kv_layer: usize, n: usize, kv_type: CudaKvType) -> CacheTables<'a> {
+    fn caches(&self, kv_layer: usize, n: usize) -> CacheTables<'a> {
         let one = cache_table_bytes(n);
         let at = 2 * table_bytes(n) + 2 * kv_layer * one;
         let tables = self.piece(self.scratch.pieces.tables);
@@ -207,12 +256,193 @@ impl<'a> Parts<'a> {
             keys: tables.sub(at, one),
             values: tables.sub(at + one, one),
             positions: self.positions(n),
-            is_f16: kv_type == CudaKvType::F16,
+            is_f16: self.kv_type == CudaKvType::F16,
         }
     }
 
     fn bits(&self, n: usize, n_ff: usize) -> View<'a> {
         self.piece(self.scratch.pieces.bits).sub(0, n * n_ff.div_ceil(64) * 8)
+    }
+
+    /// The predictor that has its say in a layer.
+    fn predictor(&self, layer: LayerId, mode: ActiveMode) -> Option<&'a Predictor> {
+        self.layers[layer.index()].predictor.as_ref().filter(|_| mode == ActiveMode::Predictor)
+    }
+
+    /// `h += attention(norm(h))` of `n` rows over `n_spans` spans of positions.
+    fn attend(&self, device: &mut Device, layer: LayerId, n: usize, n_spans: usize) {
+        let spec = self.spec;
+        let w = dense(self.layers, layer);
+        let pieces = &self.scratch.pieces;
+        let (h, x) = (self.vectors(pieces.h, n), self.vectors(pieces.x, n));
+        self.norm(device, &w.buffer, w.attn_norm_2.unwrap_or(w.attn_norm), h, x, n);
+        let (q_dim, kv_dim) = (spec.q_dim(), spec.kv_dim());
+        let q = rows(self.piece(pieces.q), q_dim);
+        let [k, v] = [pieces.k, pieces.v].map(|piece| rows(self.piece(piece), kv_dim));
+        let product = |device: &mut Device, linear: LinearPieces, x, y, flags| {
+            let bias = linear.bias.map(|bias| w.buffer.piece(bias));
+            device.product(linear.weight.on(&w.buffer), x, bias, y, n, flags);
+        };
+        for (linear, y) in [(w.q, q), (w.k, k), (w.v, v)] {
+            product(device, linear, rows(x, spec.n_embd), y, 0);
+        }
+        if let Some(rope) = &spec.rope {
+            let freqs = self.constants.buffer.piece(self.constants.freqs);
+            for (x, n_heads) in [(q, spec.n_head), (k, spec.n_head_kv)] {
+                device.rotate(rope, freqs, x, self.positions(n), [n_heads, spec.head_dim, n]);
+            }
+        }
+        let caches = self.caches(w.kv_layer, n);
+        device.kv_append(caches, k, v, kv_dim, n);
+        let mixed = rows(self.piece(pieces.mixed), q_dim);
+        device.attention(caches, q, self.piece(pieces.attention), mixed, heads(spec), [n_spans, n]);
+        product(device, w.output, mixed, rows(h, spec.n_embd), ACCUMULATE);
+    }
+
+    /// The FFN's normed input and, if a predictor has its say, the active sets.
+    fn make_input(&self, device: &mut Device, layer: LayerId, mode: ActiveMode, n: usize) {
+        let spec = self.spec;
+        let w = dense(self.layers, layer);
+        let pieces = &self.scratch.pieces;
+        let (h, x) = (self.vectors(pieces.h, n), self.vectors(pieces.ffn_x, n));
+        let norm = match spec.block {
+            BlockKind::Parallel => w.attn_norm,
+            BlockKind::Sequential => {
+                w.ffn_norm.expect("a sequential block has a norm before its FFN, checked at load")
+            }
+        };
+        self.norm(device, &w.buffer, norm, h, x, n);
+        let bits = self.bits(n, spec.n_ff[layer.index()]);
+        match self.predictor(layer, mode) {
+            None => {}
+            Some(Predictor::LowRank { buffer, fc1, fc2, threshold }) => {
+                let inner = rows(self.piece(pieces.inner), fc1.n_rows);
+                device.product(fc1.on(buffer), rows(h, spec.n_embd), None, inner, n, RECTIFY);
+                device.predict(fc2.on(buffer), inner, bits, n, *threshold);
+            }
+            Some(Predictor::Copy { buffer, copy }) => {
+                let input = CopyInput {
+                    q: self.piece(pieces.copy_q),
+                    apart: self.piece(pieces.copy_apart),
+                    info: self.piece(pieces.copy_info),
+                };
+                let x = rows(x, spec.n_embd);
+                device.predict_by_copy(copy.on(buffer), input, x, self.positions(n), bits, n);
+            }
+        }
+    }
+
+    /// The FFN on what is in its input; the sum goes to `sum`, or is added to the residual stream.
+    fn run_ffn(&self, device: &mut Device, layer: LayerId, work: FfnWork) {
+        let spec = self.spec;
+        let FfnWork { mode, has_bits, n, to_h } = work;
+        let w = self.layers[layer.index()].ffn.as_ref().expect("the layer's FFN is loaded");
+        let pieces = &self.scratch.pieces;
+        let n_owned = w.ids.len();
+        let target = self.vectors(if to_h { pieces.h } else { pieces.sum }, n);
+        let counters = self.constants.buffer.piece(self.constants.counters);
+        let bank = layer.index() * COUNTER_BYTES + if n == 1 { 0 } else { BANK_BYTES };
+        let skips = mode != ActiveMode::Dense;
+        let down = match w.down {
+            Down::ByNeuron(down) => down,
+            // Not read as such.
+            Down::ByOutput(_) => w.up,
+        };
+        let ffn = FfnView {
+            gate: w.gate.map(|gate| gate.on(&w.buffer)),
+            up: w.up.on(&w.buffer),
+            up_bias: w.up_bias.map(|bias| w.buffer.piece(bias)),
+            down: down.on(&w.buffer),
+            owned: w.buffer.piece(w.owned),
+            n_owned,
+            n_ff: w.n_ff,
+            n_embd: spec.n_embd,
+            activation: spec.activation,
+            gating: spec.gating,
+            skips_up: skips && spec.activation.has_exact_zeros(),
+            skips_down: skips,
+            bits: has_bits.then(|| self.bits(n, w.n_ff)),
+            x: self.vectors(pieces.ffn_x, n),
+            hidden: self.piece(pieces.hidden),
+            list: self.piece(pieces.list),
+            counts: self.piece(pieces.counts),
+            part: self.piece(pieces.part),
+            chunk_rows: w.chunk_rows,
+            marks: (n > 1).then(|| self.piece(pieces.marks)),
+            counters: counters.sub(bank, BANK_BYTES),
+            fired: self.fired.map(|fired| fired.buffer.piece(fired.layers[layer.index()])),
+        };
+        let is_list = w.is_list(n);
+        if is_list {
+            device.compact(&ffn, n);
+            device.ffn_by_list(&ffn, n);
+            device.reduce(&ffn, true, target, to_h, n);
+        } else {
+            if has_bits {
+                // For the count of active neurons.
+                for first in (0..n).step_by(LIST_ROWS) {
+                    device.compact(&ffn.from(first), LIST_ROWS.min(n - first));
+                }
+            }
+            device.hidden_by_tile(&ffn, n);
+            match w.down {
+                Down::ByNeuron(_) if n >= MATMUL_TOKENS => device.down_by_matmul(&ffn, target, to_h, n),
+                Down::ByNeuron(_) => {
+                    for first in (0..n).step_by(TILE) {
+                        let (part, n_part) = (ffn.from(first), TILE.min(n - first));
+                        device.down_by_tile(&part, n_part);
+                        let target = target.from(floats(first * spec.n_embd));
+                        device.reduce(&part, false, target, to_h, n_part);
+                    }
+                }
+                Down::ByOutput(down) => {
+                    let hidden = rows(ffn.hidden, n_owned);
+                    let flags = if to_h { ACCUMULATE } else { 0 };
+                    let target = rows(target, spec.n_embd);
+                    device.product(down.on(&w.buffer), hidden, None, target, n, flags);
+                }
+            }
+        }
+        device.count_fired(&ffn, is_list, n);
+        if ffn.marks.is_some() {
+            device.count_marks(&ffn);
+        }
+    }
+
+    /// `h = layer(h)` of a layer that is wholly here.
+    fn whole_layer(&self, device: &mut Device, layer: LayerId, mode: ActiveMode, n: usize, n_spans: usize) {
+        if self.spec.block == BlockKind::Parallel {
+            self.make_input(device, layer, mode, n);
+            self.attend(device, layer, n, n_spans);
+        } else {
+            self.attend(device, layer, n, n_spans);
+            self.make_input(device, layer, mode, n);
+        }
+        let has_bits = self.predictor(layer, mode).is_some();
+        self.run_ffn(device, layer, FfnWork { mode, has_bits, n, to_h: true });
+        let w = dense(self.layers, layer);
+        if let Some(bias) = w.down_bias {
+            let h = self.vectors(self.scratch.pieces.h, n);
+            device.add_rows(h, None, Some(w.buffer.piece(bias)), [n, self.spec.n_embd]);
+        }
+    }
+}
+
+/// What an FFN is run on.
+#[derive(Clone, Copy, Debug)]
+struct FfnWork {
+    mode: ActiveMode,
+    /// There are active sets; without them all neurons are active.
+    has_bits: bool,
+    n: usize,
+    /// The sum is added to the residual stream.
+    to_h: bool,
+}
+
+impl Ffn {
+    /// Steps of `n` tokens take their neurons from lists.
+    fn is_list(&self, n: usize) -> bool {
+        n <= LIST_TOKENS && matches!(self.down, Down::ByNeuron(_))
     }
 }
 
@@ -253,7 +483,11 @@ impl CudaBackend {
         options: CudaOptions,
     ) -> Result<Self, BackendError> {
         gpu.load_kernels(None)?;
-        let mut device = Device::new(gpu, options.memory_limit);
+        let mut device = Device::new(
+            gpu,
+            options.memory_limit,
+            options.without_graphs.then(|| "it was told so".to_owned()),
+        );
         let mut plan = Plan::default();
         let no_freqs = Vec::new();
         let frequencies = spec.rope.as_ref().map_or(&no_freqs, |rope| &rope.freqs);
@@ -279,8 +513,10 @@ impl CudaBackend {
             n_spans: 0,
             made: None,
             pending: None,
+            waiting: Cell::new(None),
             next_slot: 0,
             has_counts: false,
+            fired: None,
             cost: StepCost::default(),
             hidden_bytes: Cell::new(0),
             spec,
@@ -295,6 +531,12 @@ impl CudaBackend {
     /// Most bytes of device memory that were ever in use.
     pub fn memory_peak(&self) -> u64 {
         self.device.borrow().peak()
+    }
+
+    /// Bytes of device memory that the buffers in use take: each a multiple of the 2 MiB that the driver hands out. Small
+    /// buffers may share such a page, so it can be less.
+    pub fn memory_taken(&self) -> u64 {
+        self.device.borrow().taken()
     }
 
     /// Seconds that a copy of `n_bytes` on the device takes, as a measure for kernels.
@@ -371,6 +613,7 @@ impl CudaBackend {
     /// Starts a step: positions, ids and the addresses of caches go to the device, when it is sure that the ids are in
     /// the vocabulary and the positions in the caches (TABLES-CHECKED).
     fn begin(&mut self, step: &Step<'_>) {
+        self.launch_waiting();
         let n = step.rows.len();
         expect_rows(self.scratch.as_ref(), n);
         self.n_rows = n;
@@ -406,141 +649,85 @@ impl CudaBackend {
         device.gpu().upload(scratch.tables, 0..used, to);
     }
 
-    /// The FFN's normed input and, if a predictor has its say, the active sets, on the device; whether it had.
-    fn make_input(&mut self, layer: LayerId, step: &Step<'_>) -> bool {
-        let n = self.n_rows;
-        let spec = &*self.spec;
-        let p = Parts::new(spec, &self.constants, self.scratch.as_ref());
-        let device = self.device.get_mut();
-        let w = dense(&self.layers, layer);
-        let pieces = &p.scratch.pieces;
-        let (h, x) = (p.vectors(pieces.h, n), p.vectors(pieces.ffn_x, n));
-        let norm = match spec.block {
-            BlockKind::Parallel => w.attn_norm,
-            BlockKind::Sequential => {
-                w.ffn_norm.expect("a sequential block has a norm before its FFN, checked at load")
-            }
-        };
-        p.norm(device, &w.buffer, norm, h, x, n);
-        let predictor = self.layers[layer.index()].predictor.as_ref();
-        let predictor = predictor.filter(|_| step.mode == ActiveMode::Predictor);
-        if let Some(predictor) = predictor {
-            let bits = p.bits(n, spec.n_ff[layer.index()]);
-            let is_read = match predictor {
-                Predictor::LowRank { buffer, fc1, fc2, threshold } => {
-                    let inner = rows(p.piece(pieces.inner), fc1.n_rows);
-                    device.product(fc1.on(buffer), rows(h, spec.n_embd), None, inner, n, RECTIFY);
-                    device.predict(fc2.on(buffer), inner, bits, n, *threshold);
-                    true
-                }
-                Predictor::Copy { buffer, copy } => {
-                    let input = CopyInput {
-                        q: p.piece(pieces.copy_q),
-                        apart: p.piece(pieces.copy_apart),
-                        info: p.piece(pieces.copy_info),
-                    };
-                    let x = rows(x, spec.n_embd);
-                    device.predict_by_copy(copy.on(buffer), input, x, p.positions(n), bits, n);
-                    step.rows.iter().any(|row| row.pos != 0)
-                }
-            };
-            if is_read {
-                self.cost.predictor_bytes += predictor.n_bytes() as u64;
-                self.cost.weight_bytes += predictor.n_bytes() as u64;
-            }
+    fn parts(&self) -> Parts<'_> {
+        Parts {
+            spec: &self.spec,
+            constants: &self.constants,
+            layers: &self.layers,
+            scratch: self.scratch.as_ref().expect("steps are reserved"),
+            fired: self.fired.as_ref(),
+            kv_type: self.kv_type,
         }
-        self.made = Some((layer, predictor.is_some()));
-        predictor.is_some()
     }
 
-    /// Starts the FFN on what is in its input; the sum goes to `sum`, or is added to the residual stream.
-    fn run_ffn(&mut self, layer: LayerId, mode: ActiveMode, has_bits: bool, n: usize, to_h: bool) {
-        let spec = &*self.spec;
-        let p = Parts::new(spec, &self.constants, self.scratch.as_ref());
-        let device = self.device.get_mut();
+    /// Launches the layers that wait.
+    fn launch_waiting(&self) {
+        let Some(WholeLayers { first, end, mode }) = self.waiting.take() else { return };
+        let parts = self.parts();
+        let n = self.n_rows;
+        // More spans than positions change nothing, and few graphs serve a growing text.
+        let n_spans = self.n_spans.next_power_of_two().min(parts.scratch.shape.max_spans);
+        let key = GraphKey { layers: (first.0, end.0), mode, n_rows: n, n_spans };
+        self.device.borrow_mut().run_as_graph(key, |device| {
+            for layer in (first.0..end.0).map(LayerId) {
+                parts.whole_layer(device, layer, mode, n, n_spans);
+            }
+        });
+    }
+
+    /// Notes what attention reads.
+    fn count_attention(&mut self, layer: LayerId, step: &Step<'_>) {
+        self.cost.weight_bytes += dense(&self.layers, layer).weight_bytes() as u64;
+        let position_bytes = 2 * self.kv_bytes(1) as u64;
+        self.cost.kv_bytes += step.rows.iter().map(|r| (u64::from(r.pos) + 1) * position_bytes).sum::<u64>();
+    }
+
+    /// Notes what a predictor reads; whether one has its say.
+    fn count_predictor(&mut self, layer: LayerId, step: &Step<'_>) -> bool {
+        let predictor = self.layers[layer.index()].predictor.as_ref();
+        let Some(predictor) = predictor.filter(|_| step.mode == ActiveMode::Predictor) else { return false };
+        let is_read = match predictor {
+            Predictor::LowRank { .. } => true,
+            Predictor::Copy { .. } => step.rows.iter().any(|row| row.pos != 0),
+        };
+        if is_read {
+            self.cost.predictor_bytes += predictor.n_bytes() as u64;
+            self.cost.weight_bytes += predictor.n_bytes() as u64;
+        }
+        true
+    }
+
+    /// Notes what an FFN reads and computes, but for what the device counts.
+    fn count_ffn(&mut self, layer: LayerId, has_bits: bool, n: usize) {
         let w = self.layers[layer.index()].ffn.as_ref().expect("the layer's FFN is loaded");
-        let pieces = &p.scratch.pieces;
-        let n_owned = w.ids.len();
-        let target = p.vectors(if to_h { pieces.h } else { pieces.sum }, n);
-        let counters = p.constants.buffer.piece(p.constants.counters);
-        let bank = layer.index() * COUNTER_BYTES + if n == 1 { 0 } else { BANK_BYTES };
-        let skips = mode != ActiveMode::Dense;
-        let down = match w.down {
-            Down::ByNeuron(down) => down,
-            // Not read as such.
-            Down::ByOutput(_) => w.up,
-        };
-        let ffn = FfnView {
-            gate: w.gate.map(|gate| gate.on(&w.buffer)),
-            up: w.up.on(&w.buffer),
-            up_bias: w.up_bias.map(|bias| w.buffer.piece(bias)),
-            down: down.on(&w.buffer),
-            owned: w.buffer.piece(w.owned),
-            n_owned,
-            n_ff: w.n_ff,
-            n_embd: spec.n_embd,
-            activation: spec.activation,
-            gating: spec.gating,
-            skips_up: skips && spec.activation.has_exact_zeros(),
-            skips_down: skips,
-            bits: has_bits.then(|| p.bits(n, w.n_ff)),
-            x: p.vectors(pieces.ffn_x, n),
-            hidden: p.piece(pieces.hidden),
-            list: p.piece(pieces.list),
-            counts: p.piece(pieces.counts),
-            part: p.piece(pieces.part),
-            chunk_rows: w.chunk_rows,
-            marks: (n > 1).then(|| p.piece(pieces.marks)),
-            counters: counters.sub(bank, BANK_BYTES),
-        };
-        self.has_counts |= n_owned > 0;
-        self.cost.owned_neurons += (n * n_owned) as u64;
-        let is_list = n <= LIST_TOKENS && matches!(w.down, Down::ByNeuron(_));
-        if is_list {
-            device.compact(&ffn, n);
-            device.ffn_by_list(&ffn, n);
-            device.reduce(&ffn, true, target, to_h, n);
-        } else {
-            if has_bits {
-                // For the count of active neurons.
-                for first in (0..n).step_by(LIST_ROWS) {
-                    device.compact(&ffn.from(first), LIST_ROWS.min(n - first));
-                }
-            } else {
-                self.cost.active_neurons += (n * n_owned) as u64;
-            }
-            device.hidden_by_tile(&ffn, n);
-            match w.down {
-                Down::ByNeuron(_) => {
-                    for first in (0..n).step_by(TILE) {
-                        let (part, n_part) = (ffn.from(first), TILE.min(n - first));
-                        device.down_by_tile(&part, n_part);
-                        let target = target.from(floats(first * spec.n_embd));
-                        device.reduce(&part, false, target, to_h, n_part);
-                    }
-                }
-                Down::ByOutput(down) => {
-                    let hidden = rows(ffn.hidden, n_owned);
-                    let flags = if to_h { ACCUMULATE } else { 0 };
-                    let target = rows(target, spec.n_embd);
-                    device.product(down.on(&w.buffer), hidden, None, target, n, flags);
-                    self.cost.down_rows += (n * n_owned) as u64;
-                    self.cost.weight_bytes += down.n_bytes() as u64;
-                }
-            }
+        let n_pairs = (n * w.ids.len()) as u64;
+        self.has_counts |= n_pairs > 0;
+        self.cost.owned_neurons += n_pairs;
+        if !w.is_list(n) && !has_bits {
+            self.cost.active_neurons += n_pairs;
         }
-        if ffn.marks.is_some() {
-            device.count_marks(&ffn);
+        if let Down::ByOutput(down) = w.down {
+            self.cost.down_rows += n_pairs;
+            self.cost.weight_bytes += down.n_bytes() as u64;
         }
+    }
+
+    /// The FFN's input and, if a predictor has its say, the active sets, on the device; whether it had.
+    fn make_input(&mut self, layer: LayerId, step: &Step<'_>) -> bool {
+        self.parts().make_input(&mut self.device.borrow_mut(), layer, step.mode, self.n_rows);
+        let has_bits = self.count_predictor(layer, step);
+        self.made = Some((layer, has_bits));
+        has_bits
     }
 
     /// Adds what is on the host, and the down bias, to the residual stream.
     fn add_to_hidden(&mut self, layer: LayerId, acc: &[f32], own_sum: bool) {
+        self.launch_waiting();
         let n = self.n_rows;
         let n_embd = self.spec.n_embd;
         assert_eq!(acc.len(), n * n_embd, "sum of layer {layer}: [{n}, {n_embd}]");
-        let p = Parts::new(&self.spec, &self.constants, self.scratch.as_ref());
-        let device = self.device.get_mut();
+        let p = self.parts();
+        let device = &mut *self.device.borrow_mut();
         let w = dense(&self.layers, layer);
         let pieces = &p.scratch.pieces;
         let h = p.vectors(pieces.h, n);
@@ -586,6 +773,7 @@ impl HybridBackend for CudaBackend {
     }
 
     fn load_dense(&mut self, part: DensePart) -> Result<(), BackendError> {
+        self.launch_waiting();
         part.check(&self.spec)?;
         let spec = &*self.spec;
         let device = self.device.get_mut();
@@ -631,6 +819,7 @@ impl HybridBackend for CudaBackend {
         weights: FfnWeights,
         owned: &NeuronSet,
     ) -> Result<(), BackendError> {
+        self.launch_waiting();
         weights.check(&self.spec, layer)?;
         assert_eq!(owned.n_ff(), weights.n_ff(), "neurons of layer {layer}: owned set and weights");
         if !matches!(self.spec.activation, Activation::Relu | Activation::Silu | Activation::Gelu) {
@@ -651,6 +840,7 @@ impl HybridBackend for CudaBackend {
         leave: &[NeuronId],
         enter: &[NeuronId],
     ) -> bool {
+        self.launch_waiting();
         let device = self.device.get_mut();
         let Some(ffn) = self.layers[layer.index()].ffn.as_mut() else { return false };
         let Down::ByNeuron(down) = ffn.down else { return false };
@@ -723,6 +913,7 @@ impl HybridBackend for CudaBackend {
     }
 
     fn load_predictor(&mut self, layer: LayerId, weights: PredictorWeights) -> Result<(), BackendError> {
+        self.launch_waiting();
         weights.check(&self.spec, layer)?;
         let device = self.device.get_mut();
         let predictor = match weights {
@@ -736,6 +927,7 @@ impl HybridBackend for CudaBackend {
     }
 
     fn reserve(&mut self, seq: SeqId, kv_len: usize, max_rows: usize) -> Result<(), BackendError> {
+        self.launch_waiting();
         let n_pieces = 2 * self.n_kv_layer;
         let at = self.sequences.iter().position(|s| s.id == seq);
         let old_len = at.map_or(0, |at| self.sequences[at].kv_len);
@@ -744,7 +936,7 @@ impl HybridBackend for CudaBackend {
             let mut plan = Plan::default();
             let pieces = (0..n_pieces).map(|_| plan.add(self.kv_bytes(kv_len))).collect();
             let device = self.device.get_mut();
-            let buffer = device.alloc(plan, &format!("keys and values of {kv_len} positions"))?;
+            let buffer = device.alloc_cache(plan, &format!("keys and values of {kv_len} positions"))?;
             let new = Sequence { id: seq, kv_len, buffer, pieces };
             match at {
                 None => self.sequences.push(new),
@@ -755,7 +947,7 @@ impl HybridBackend for CudaBackend {
                         let from = old.buffer.piece(from);
                         device.gpu().copy(from, new.buffer.piece(to).sub(0, from.n_bytes()));
                     }
-                    device.free(old.buffer);
+                    device.free_cache(old.buffer);
                 }
             }
         }
@@ -767,6 +959,7 @@ impl HybridBackend for CudaBackend {
     }
 
     fn kv_copy(&mut self, from: SeqId, to: SeqId, range: Range<u32>) {
+        self.launch_waiting();
         if from == to || range.is_empty() {
             return;
         }
@@ -782,35 +975,37 @@ impl HybridBackend for CudaBackend {
     }
 
     fn release(&mut self, seq: SeqId) {
+        self.launch_waiting();
         if let Some(at) = self.sequences.iter().position(|s| s.id == seq) {
             let old = self.sequences.swap_remove(at);
-            self.device.get_mut().free(old.buffer);
+            self.device.get_mut().free_cache(old.buffer);
         }
     }
 
     fn embed(&mut self, step: &Step<'_>) {
         self.begin(step);
         let n = self.n_rows;
-        let p = Parts::new(&self.spec, &self.constants, self.scratch.as_ref());
-        let device = self.device.get_mut();
+        let p = self.parts();
+        let device = &mut *self.device.borrow_mut();
         let tables = self.embedding.as_ref().expect("the embedding is loaded on home");
         let h = p.vectors(p.scratch.pieces.h, n);
         device.embed(tables.token.on(&tables.buffer), p.ids(n), h, n, 0, false);
-        self.cost.weight_bytes += (n * tables.token.row_bytes) as u64;
+        let mut row_bytes = tables.token.row_bytes;
         if let Some((table, first)) = tables.position {
             let last = step.rows.iter().map(|row| row.pos as usize).max().unwrap_or(0);
             assert!(last + first < table.n_rows, "position {last} of {} known", table.n_rows - first);
             device.embed(table.on(&tables.buffer), p.positions(n), h, n, first, true);
-            self.cost.weight_bytes += (n * table.row_bytes) as u64;
+            row_bytes += table.row_bytes;
         }
+        self.cost.weight_bytes += (n * row_bytes) as u64;
     }
 
     fn set_hidden(&mut self, step: &Step<'_>, h: &[f32]) {
         let n = step.rows.len();
         assert_eq!(h.len(), n * self.spec.n_embd, "residual stream of {n} rows");
         self.begin(step);
-        let p = Parts::new(&self.spec, &self.constants, self.scratch.as_ref());
-        let device = self.device.get_mut();
+        let p = self.parts();
+        let device = &mut *self.device.borrow_mut();
         let bytes = bytemuck::cast_slice(h);
         device.gpu().host(p.scratch.inbox)[..bytes.len()].copy_from_slice(bytes);
         device.gpu().upload(p.scratch.inbox, 0..bytes.len(), p.vectors(p.scratch.pieces.h, n));
@@ -823,92 +1018,69 @@ impl HybridBackend for CudaBackend {
         if w.dense.is_none() || !is_whole {
             return false;
         }
-        let has_bits = if self.spec.block == BlockKind::Parallel {
-            let has_bits = self.make_input(layer, step);
-            self.attend(layer, step);
-            has_bits
-        } else {
-            self.attend(layer, step);
-            self.make_input(layer, step)
-        };
+        let (n, mode) = (self.n_rows, step.mode);
+        assert_eq!(step.rows.len(), n, "rows of the step");
+        self.count_attention(layer, step);
+        let has_bits = self.count_predictor(layer, step);
+        self.count_ffn(layer, has_bits, n);
         self.made = None;
-        let n = self.n_rows;
-        self.run_ffn(layer, step.mode, has_bits, n, true);
-        let w = dense(&self.layers, layer);
-        if let Some(bias) = w.down_bias {
-            let p = Parts::new(&self.spec, &self.constants, self.scratch.as_ref());
-            let h = p.vectors(p.scratch.pieces.h, n);
-            let bias = w.buffer.piece(bias);
-            self.device.get_mut().add_rows(h, None, Some(bias), [n, self.spec.n_embd]);
+        if n > GRAPH_TOKENS {
+            self.parts().whole_layer(&mut self.device.borrow_mut(), layer, mode, n, self.n_spans);
+            return true;
         }
+        // Nothing is launched before something else is asked for, so that the layers become one graph.
+        let end = LayerId(layer.0 + 1);
+        let next = match self.waiting.get() {
+            Some(waiting) if waiting.end == layer && waiting.mode == mode => WholeLayers { end, ..waiting },
+            _ => {
+                self.launch_waiting();
+                WholeLayers { first: layer, end, mode }
+            }
+        };
+        self.waiting.set(Some(next));
         true
     }
 
     fn attend(&mut self, layer: LayerId, step: &Step<'_>) {
+        self.launch_waiting();
         let n = self.n_rows;
         assert_eq!(step.rows.len(), n, "rows of the step");
-        let spec = &*self.spec;
-        let p = Parts::new(spec, &self.constants, self.scratch.as_ref());
-        let device = self.device.get_mut();
-        let w = dense(&self.layers, layer);
-        let pieces = &p.scratch.pieces;
-        let (h, x) = (p.vectors(pieces.h, n), p.vectors(pieces.x, n));
-        p.norm(device, &w.buffer, w.attn_norm_2.unwrap_or(w.attn_norm), h, x, n);
-        let (q_dim, kv_dim) = (spec.q_dim(), spec.kv_dim());
-        let q = rows(p.piece(pieces.q), q_dim);
-        let [k, v] = [pieces.k, pieces.v].map(|piece| rows(p.piece(piece), kv_dim));
-        let product = |device: &mut Device, linear: LinearPieces, x, y, flags| {
-            let bias = linear.bias.map(|bias| w.buffer.piece(bias));
-            device.product(linear.weight.on(&w.buffer), x, bias, y, n, flags);
-        };
-        for (linear, y) in [(w.q, q), (w.k, k), (w.v, v)] {
-            product(device, linear, rows(x, spec.n_embd), y, 0);
-        }
-        if let Some(rope) = &spec.rope {
-            let freqs = p.constants.buffer.piece(p.constants.freqs);
-            for (x, n_heads) in [(q, spec.n_head), (k, spec.n_head_kv)] {
-                device.rotate(rope, freqs, x, p.positions(n), [n_heads, spec.head_dim, n]);
-            }
-        }
-        let caches = p.caches(w.kv_layer, n, self.kv_type);
-        device.kv_append(caches, k, v, kv_dim, n);
-        let mixed = rows(p.piece(pieces.mixed), q_dim);
-        device.attention(caches, q, p.piece(pieces.attention), mixed, heads(spec), [self.n_spans, n]);
-        product(device, w.output, mixed, rows(h, spec.n_embd), ACCUMULATE);
-
-        self.cost.weight_bytes += w.weight_bytes() as u64;
-        let position_bytes = 2 * (kv_dim * self.kv_type.value_bytes()) as u64;
-        self.cost.kv_bytes += step.rows.iter().map(|r| (u64::from(r.pos) + 1) * position_bytes).sum::<u64>();
+        self.parts().attend(&mut self.device.borrow_mut(), layer, n, self.n_spans);
+        self.count_attention(layer, step);
     }
 
     fn ffn_input(&mut self, layer: LayerId, step: &Step<'_>, out: &mut FfnInput) {
+        self.launch_waiting();
         let has_bits = self.make_input(layer, step);
         let (n, n_embd, n_ff) = (self.n_rows, self.spec.n_embd, self.spec.n_ff[layer.index()]);
-        let p = Parts::new(&self.spec, &self.constants, self.scratch.as_ref());
-        let gpu = self.device.get_mut().gpu();
+        let p = self.parts();
+        let mut device = self.device.borrow_mut();
+        let gpu = device.gpu();
         let outbox = p.scratch.outbox;
         let (x, bits) = (p.vectors(p.scratch.pieces.ffn_x, n), p.bits(n, n_ff));
         let bits_at = bits_offset(n, n_embd);
         gpu.download(x, outbox, 0);
-        self.cost.bytes_out += x.n_bytes() as u64;
         if has_bits {
             gpu.download(bits, outbox, bits_at);
-            self.cost.bytes_out += bits.n_bytes() as u64;
         }
         out.mode = step.mode;
         out.x.resize(n * n_embd, 0.0);
         out.active.reset(n, n_ff);
         let bytes = gpu.host(outbox);
         bytemuck::cast_slice_mut::<f32, u8>(&mut out.x).copy_from_slice(&bytes[..x.n_bytes()]);
+        let mut n_bytes = x.n_bytes();
         if has_bits {
             let words = bytemuck::cast_slice_mut::<u64, u8>(out.active.words_mut());
             words.copy_from_slice(&bytes[bits_at..][..bits.n_bytes()]);
+            n_bytes += bits.n_bytes();
         } else {
             out.active.fill();
         }
+        self.cost.bytes_out += n_bytes as u64;
     }
 
     fn ffn_start(&mut self, layer: LayerId, input: &FfnInput) -> Ticket {
+        self.launch_waiting();
         let n = input.active.n_rows();
         let (n_embd, n_ff) = (self.spec.n_embd, self.spec.n_ff[layer.index()]);
         assert_eq!(input.x.len(), n * n_embd, "FFN input of layer {layer}: [{n}, {n_embd}]");
@@ -920,25 +1092,12 @@ impl HybridBackend for CudaBackend {
         let made = self.made.take().filter(|&(of, _)| of == layer && n == self.n_rows);
         if !is_zero {
             let has_bits = made.map_or(input.mode == ActiveMode::Predictor, |(_, has_bits)| has_bits);
-            let p = Parts::new(&self.spec, &self.constants, self.scratch.as_ref());
-            let gpu = self.device.get_mut().gpu();
             if made.is_none() {
-                let (x, bits) = (p.vectors(p.scratch.pieces.ffn_x, n), p.bits(n, n_ff));
-                let bits_at = bits_offset(n, n_embd);
-                let bytes = gpu.host(p.scratch.inbox);
-                bytes[..x.n_bytes()].copy_from_slice(bytemuck::cast_slice(&input.x));
-                if has_bits {
-                    let words = bytemuck::cast_slice(input.active.words());
-                    bytes[bits_at..][..words.len()].copy_from_slice(words);
-                }
-                gpu.upload(p.scratch.inbox, 0..x.n_bytes(), x);
-                self.cost.bytes_in += x.n_bytes() as u64;
-                if has_bits {
-                    gpu.upload(p.scratch.inbox, bits_at..bits_at + bits.n_bytes(), bits);
-                    self.cost.bytes_in += bits.n_bytes() as u64;
-                }
+                self.send_input(layer, input, has_bits);
             }
-            self.run_ffn(layer, input.mode, has_bits, n, false);
+            let work = FfnWork { mode: input.mode, has_bits, n, to_h: false };
+            self.parts().run_ffn(&mut self.device.borrow_mut(), layer, work);
+            self.count_ffn(layer, has_bits, n);
         }
         // At home the sum most often stays.
         let is_coming = !is_home && !is_zero;
@@ -975,6 +1134,7 @@ impl HybridBackend for CudaBackend {
     }
 
     fn head(&mut self, wanted: Range<usize>, logits: &mut [f32]) {
+        self.launch_waiting();
         let spec = &*self.spec;
         let (n, n_vocab, n_embd) = (wanted.len(), spec.n_vocab, spec.n_embd);
         assert_eq!(logits.len(), n * n_vocab, "logits [{n}, {n_vocab}]");
@@ -982,8 +1142,8 @@ impl HybridBackend for CudaBackend {
         if n == 0 {
             return;
         }
-        let p = Parts::new(spec, &self.constants, self.scratch.as_ref());
-        let device = self.device.get_mut();
+        let p = self.parts();
+        let device = &mut *self.device.borrow_mut();
         let w = self.head.as_ref().expect("the head is loaded on home");
         let h = p.piece(p.scratch.pieces.h).sub(floats(wanted.start * n_embd), floats(n * n_embd));
         for (ix, out) in logits.chunks_mut(LOGIT_ROWS * n_vocab).enumerate() {
@@ -1003,9 +1163,10 @@ impl HybridBackend for CudaBackend {
     }
 
     fn hidden(&self, out: &mut [f32]) {
+        self.launch_waiting();
         let n = self.n_rows;
         assert_eq!(out.len(), n * self.spec.n_embd, "residual stream of {n} rows");
-        let p = Parts::new(&self.spec, &self.constants, self.scratch.as_ref());
+        let p = self.parts();
         let mut device = self.device.borrow_mut();
         let h = p.vectors(p.scratch.pieces.h, n);
         device.gpu().download(h, p.scratch.outbox, 0);
@@ -1014,7 +1175,37 @@ impl HybridBackend for CudaBackend {
         self.hidden_bytes.set(self.hidden_bytes.get() + h.n_bytes() as u64);
     }
 
+    fn record_fired(&mut self, on: bool) {
+        self.launch_waiting();
+        let device = self.device.get_mut();
+        if !on && let Some(fired) = self.fired.take() {
+            fired.free(device);
+        }
+        if on && self.fired.is_none() {
+            // Without the memory nothing is counted, which `take_fired` says.
+            self.fired = Fired::new(&self.spec, device).ok();
+        }
+        if let Some(fired) = &self.fired {
+            fired.layers.iter().for_each(|&layer| device.zero(fired.buffer.piece(layer)));
+        }
+    }
+
+    fn take_fired(&mut self, layer: LayerId, counts: &mut [u64]) -> bool {
+        self.launch_waiting();
+        let (Some(fired), Some(_)) = (&self.fired, &self.layers[layer.index()].ffn) else { return false };
+        let n_ff = self.spec.n_ff[layer.index()];
+        assert_eq!(counts.len(), n_ff, "counters of layer {layer}");
+        let device = self.device.get_mut();
+        let on_device = fired.buffer.piece(fired.layers[layer.index()]);
+        device.gpu().download(on_device, fired.host, 0);
+        device.zero(on_device);
+        let (found, _) = device.gpu().host(fired.host)[..8 * n_ff].as_chunks::<8>();
+        counts.iter_mut().zip(found).for_each(|(to, n)| *to += u64::from_le_bytes(*n));
+        true
+    }
+
     fn take_cost(&mut self) -> StepCost {
+        self.launch_waiting();
         let mut cost = std::mem::take(&mut self.cost);
         cost.bytes_out += self.hidden_bytes.take();
         if std::mem::take(&mut self.has_counts) {
@@ -1054,11 +1245,35 @@ impl HybridBackend for CudaBackend {
 }
 
 impl CudaBackend {
+    /// Starts the copy of an FFN's input, and of active sets, to the device.
+    fn send_input(&mut self, layer: LayerId, input: &FfnInput, has_bits: bool) {
+        let n = input.active.n_rows();
+        let (n_embd, n_ff) = (self.spec.n_embd, self.spec.n_ff[layer.index()]);
+        let p = self.parts();
+        let mut device = self.device.borrow_mut();
+        let gpu = device.gpu();
+        let (x, bits) = (p.vectors(p.scratch.pieces.ffn_x, n), p.bits(n, n_ff));
+        let bits_at = bits_offset(n, n_embd);
+        let bytes = gpu.host(p.scratch.inbox);
+        bytes[..x.n_bytes()].copy_from_slice(bytemuck::cast_slice(&input.x));
+        if has_bits {
+            let words = bytemuck::cast_slice(input.active.words());
+            bytes[bits_at..][..words.len()].copy_from_slice(words);
+        }
+        gpu.upload(p.scratch.inbox, 0..x.n_bytes(), x);
+        let mut n_bytes = x.n_bytes();
+        if has_bits {
+            gpu.upload(p.scratch.inbox, bits_at..bits_at + bits.n_bytes(), bits);
+            n_bytes += bits.n_bytes();
+        }
+        self.cost.bytes_in += n_bytes as u64;
+    }
+
     /// Starts the copy of the partial sum to the host.
     fn bring_sum(&mut self, n: usize) {
-        let p = Parts::new(&self.spec, &self.constants, self.scratch.as_ref());
+        let p = self.parts();
         let sum = p.vectors(p.scratch.pieces.sum, n);
-        self.device.get_mut().gpu().download(sum, p.scratch.sum, 0);
+        self.device.borrow_mut().gpu().download(sum, p.scratch.sum, 0);
         self.cost.bytes_out += sum.n_bytes() as u64;
     }
 }

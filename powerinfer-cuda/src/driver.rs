@@ -3,14 +3,13 @@
 
 use std::ffi::{CString, c_void};
 use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use cudarc::driver::DriverError;
 use cudarc::driver::result;
 use cudarc::driver::sys;
 use powerinfer_sparse_ops::{BackendError, WeightType};
 
-use crate::gpu::{Arg, Buffer, Gpu, HostId, Kernel, MAX_ARGS, NAME, View, type_index};
+use crate::gpu::{Arg, Buffer, Gpu, GraphId, HostId, Kernel, MAX_ARGS, NAME, View, type_index};
 
 /// What a device is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,6 +32,18 @@ const MIN_CAPABILITY: (u32, u32) = (6, 1);
 /// Oldest driver that reads the kernels (PTX 8.0): CUDA 12.0, R525.
 const MIN_DRIVER: i32 = 12000;
 
+/// Room for graphs that is there from the start, so that steps do not allocate.
+const N_GRAPHS: usize = 64;
+
+/// Writes from so many bytes on go through pinned memory, which the device copies from while the host goes on.
+const STAGED_BYTES: usize = 256 << 10;
+
+/// Bytes of pinned memory of which a write has two pieces.
+const STAGE_BYTES: usize = 4 << 20;
+
+/// Memory comes from the driver in pages of this size; only small buffers share one.
+const GRANULE: u64 = 2 << 20;
+
 fn unavailable(reason: impl Into<String>) -> BackendError {
     BackendError::Unavailable { backend: NAME.into(), reason: reason.into() }
 }
@@ -41,20 +52,75 @@ fn failed(call: &str) -> impl Fn(DriverError) -> BackendError {
     move |error| unavailable(format!("{call} failed: {error:?}"))
 }
 
-/// Runs calls of the driver, when its library is there (DRIVER-PRESENT). A function that the driver lacks is a panic in cudarc, and an error here.
-fn guarded<T>(calls: impl FnOnce() -> Result<T, BackendError>) -> Result<T, BackendError> {
+/// Functions of the driver that this file calls, most of them through cudarc, where the first call of one that is not there
+/// is a panic.
+const NEEDED: [&str; 30] = [
+    "cuCtxSetCurrent",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetCount",
+    "cuDeviceGetName",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuDevicePrimaryCtxRetain",
+    "cuDriverGetVersion",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    // The texts of errors.
+    "cuGetErrorName",
+    "cuGetErrorString",
+    "cuInit",
+    "cuLaunchKernel",
+    "cuMemAlloc_v2",
+    "cuMemFreeHost",
+    "cuMemFree_v2",
+    "cuMemGetInfo_v2",
+    "cuMemHostAlloc",
+    "cuMemcpyDtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuModuleGetFunction",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamSynchronize",
+];
+
+/// Functions without which launches are not kept in graphs.
+const GRAPH_FUNCTIONS: [&str; 6] = [
+    "cuGraphDestroy",
+    "cuGraphExecDestroy",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphLaunch",
+    "cuStreamBeginCapture_v2",
+    "cuStreamEndCapture",
+];
+
+/// Fails with the name of the first function that is not there.
+fn check_functions(names: &[&str]) -> Result<(), BackendError> {
+    match names.iter().find(|name| !has_function(name)) {
+        Some(name) => Err(unavailable(format!("the NVIDIA driver has no function `{name}`"))),
+        None => Ok(()),
+    }
+}
+
+/// The driver's library has a function of this name.
+fn has_function(name: &str) -> bool {
+    // SAFETY: DRIVER-PRESENT; the library has been found before.
+    let library = unsafe { sys::culib() };
+    // SAFETY: DRIVER-PRESENT; the function is only looked up.
+    unsafe { library.get::<unsafe extern "C" fn()>(name.as_bytes()) }.is_ok()
+}
+
+/// Finds the driver and its functions, and starts it; returns the number of devices.
+fn start() -> Result<usize, BackendError> {
     // SAFETY: DRIVER-PRESENT; asking whether a library of that name loads runs nothing but its own initialisation.
     if !unsafe { sys::is_culib_present() } {
         return Err(unavailable("there is no NVIDIA driver (no libcuda)"));
     }
-    catch_unwind(AssertUnwindSafe(calls)).unwrap_or_else(|panic| {
-        let text = panic.downcast_ref::<String>().map_or("a function is missing", String::as_str);
-        Err(unavailable(format!("the NVIDIA driver is not complete: {text}")))
-    })
-}
-
-/// Version of the driver's CUDA, checked, and the number of devices.
-fn start() -> Result<i32, BackendError> {
+    check_functions(&NEEDED)?;
     let mut version = 0;
     // SAFETY: DRIVER-PRESENT; the argument is a place for an int.
     unsafe { sys::cuDriverGetVersion(&raw mut version) }.result().map_err(failed("cuDriverGetVersion"))?;
@@ -64,20 +130,44 @@ fn start() -> Result<i32, BackendError> {
     }
     result::init().map_err(failed("cuInit"))?;
     match result::device::get_count().map_err(failed("cuDeviceGetCount"))? {
-        0 => Err(unavailable("there is no CUDA device")),
-        n => Ok(n),
+        n @ 1.. => Ok(n as usize),
+        _ => Err(unavailable("there is no CUDA device")),
     }
 }
 
-/// The devices of this machine.
+/// The devices of this machine that can be used, in the order of their numbers.
 ///
 /// # Errors
-/// [`BackendError::Unavailable`] if there is no driver, no device, or the driver is too old.
+/// [`BackendError::Unavailable`] if there is no driver, it is too old or lacks a function, or there is no device; if none of
+/// the devices can be used, the reason of the first.
 pub fn devices() -> Result<Vec<DeviceInfo>, BackendError> {
-    guarded(|| {
-        let n = start()?;
-        (0..n as usize).map(|device| Ok(Driver::open(device)?.info())).collect()
-    })
+    usable(probe_devices()?)
+}
+
+/// Every device of this machine, by its number, or why it cannot be used.
+///
+/// # Errors
+/// [`BackendError::Unavailable`] if there is no driver, it is too old or lacks a function, or there is no device.
+pub fn probe_devices() -> Result<Vec<Result<DeviceInfo, BackendError>>, BackendError> {
+    let n = start()?;
+    Ok((0..n).map(|device| Driver::open(device).map(|driver| driver.info())).collect())
+}
+
+/// Those that can be used, or the first reason why none can.
+fn usable(probed: Vec<Result<DeviceInfo, BackendError>>) -> Result<Vec<DeviceInfo>, BackendError> {
+    let mut reason = None;
+    let keep = |device: Result<DeviceInfo, BackendError>| match device {
+        Ok(device) => Some(device),
+        Err(error) => {
+            reason.get_or_insert(error);
+            None
+        }
+    };
+    let devices: Vec<DeviceInfo> = probed.into_iter().filter_map(keep).collect();
+    match reason {
+        Some(error) if devices.is_empty() => Err(error),
+        _ => Ok(devices),
+    }
 }
 
 /// Opens a device.
@@ -85,21 +175,11 @@ pub fn devices() -> Result<Vec<DeviceInfo>, BackendError> {
 /// # Errors
 /// [`BackendError::Unavailable`] if there is no driver, no such device, or one of them is too old.
 pub(crate) fn open(device: usize) -> Result<Box<dyn Gpu>, BackendError> {
-    guarded(|| {
-        let n = start()?;
-        if device >= n as usize {
-            return Err(unavailable(format!("there is no CUDA device {device}, the machine has {n}")));
-        }
-        let driver = Driver::open(device)?;
-        let (found, least) = (driver.capability, MIN_CAPABILITY);
-        if found < least {
-            return Err(unavailable(format!(
-                "{} has compute capability {}.{}, {}.{} is needed",
-                driver.name, found.0, found.1, least.0, least.1
-            )));
-        }
-        Ok(Box::new(driver) as Box<dyn Gpu>)
-    })
+    let n = start()?;
+    if device >= n {
+        return Err(unavailable(format!("there is no CUDA device {device}, the machine has {n}")));
+    }
+    Ok(Box::new(Driver::open(device)?))
 }
 
 /// A device with a stream of its own. All handles and addresses are of this context and live until `drop` (DRIVER-HANDLES).
@@ -114,6 +194,12 @@ struct Driver {
     functions: [sys::CUfunction; Kernel::COUNT],
     buffers: Vec<u64>,
     pinned: Vec<Option<Pinned>>,
+    graphs: Vec<Option<sys::CUgraphExec>>,
+    /// Whether the driver has what they need; looked up once, since steps do not allocate.
+    has_graphs: Result<(), BackendError>,
+    /// Pinned memory that large writes go through, once there was one: a half is filled while the other is copied.
+    stages: Option<[HostId; 2]>,
+    next_stage: usize,
 }
 
 /// Memory of the host; the event is recorded behind each copy, and whoever wants the bytes waits for it (PINNED-IDLE).
@@ -145,6 +231,13 @@ impl Driver {
         let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let name = result::device::get_name(device).map_err(failed("cuDeviceGetName"))?;
+        let (found, least) = ((major, minor), MIN_CAPABILITY);
+        if found < least {
+            return Err(unavailable(format!(
+                "{name} has compute capability {}.{}, {}.{} is needed",
+                found.0, found.1, least.0, least.1
+            )));
+        }
         // SAFETY: DRIVER-HANDLES; the device has just been found.
         let context =
             unsafe { result::primary_ctx::retain(device) }.map_err(failed("cuDevicePrimaryCtxRetain"))?;
@@ -159,8 +252,12 @@ impl Driver {
             functions: [std::ptr::null_mut(); Kernel::COUNT],
             buffers: Vec::new(),
             pinned: Vec::new(),
+            graphs: Vec::with_capacity(N_GRAPHS),
+            has_graphs: check_functions(&GRAPH_FUNCTIONS),
+            stages: None,
+            next_stage: 0,
         };
-        driver.enter();
+        driver.try_enter()?;
         driver.stream = result::stream::create(result::stream::StreamKind::NonBlocking)
             .map_err(failed("cuStreamCreate"))?;
         Ok(driver)
@@ -178,9 +275,14 @@ impl Driver {
     }
 
     /// Makes the context that of this thread.
-    fn enter(&self) {
+    fn try_enter(&self) -> Result<(), BackendError> {
         // SAFETY: DRIVER-HANDLES.
-        must(unsafe { result::ctx::set_current(self.context) }, "cuCtxSetCurrent");
+        unsafe { result::ctx::set_current(self.context) }.map_err(failed("cuCtxSetCurrent"))
+    }
+
+    /// The same in a step.
+    fn enter(&self) {
+        self.try_enter().unwrap_or_else(|error| panic!("{error}"));
     }
 
     fn pinned(&mut self, id: HostId) -> &mut Pinned {
@@ -194,6 +296,18 @@ impl Driver {
         pinned.is_in_flight = true;
         // SAFETY: DRIVER-HANDLES.
         must(unsafe { result::event::record(pinned.event, stream) }, "cuEventRecord");
+    }
+
+    /// Pinned memory for large writes, if there is any.
+    fn stages(&mut self) -> Option<[HostId; 2]> {
+        if self.stages.is_none() {
+            let first = self.alloc_host(STAGE_BYTES).ok()?;
+            match self.alloc_host(STAGE_BYTES) {
+                Ok(second) => self.stages = Some([first, second]),
+                Err(_) => self.free_host(first),
+            }
+        }
+        self.stages
     }
 
     /// Bytes of pinned memory, whether or not a copy is under way.
@@ -234,7 +348,7 @@ impl Driver {
             return Ok(());
         }
         debug_assert!(ty.is_none_or(|ty| type_index(ty).is_some()));
-        self.enter();
+        self.try_enter()?;
         let text = CString::new(ptx(ty, self.capability >= (8, 0)))
             .map_err(|_| unavailable("the kernels have a zero in their text"))?;
         // SAFETY: DRIVER-HANDLES; the image is a text that ends with zero.
@@ -259,13 +373,16 @@ impl Gpu for Driver {
     }
 
     fn memory(&self) -> (u64, u64) {
-        self.enter();
-        let (free, total) = result::mem_get_info().unwrap_or((0, 0));
-        (free as u64, total as u64)
+        let info = self.try_enter().ok().and_then(|()| result::mem_get_info().ok());
+        info.map_or((0, 0), |(free, total)| (free as u64, total as u64))
+    }
+
+    fn granule(&self) -> u64 {
+        GRANULE
     }
 
     fn alloc(&mut self, n_bytes: usize) -> Result<u64, BackendError> {
-        self.enter();
+        self.try_enter()?;
         // SAFETY: DRIVER-HANDLES; the memory is not read before it is written.
         let at = unsafe { result::malloc_sync(n_bytes.max(1)) }.map_err(|error| match error.0 {
             sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => BackendError::OutOfMemory {
@@ -288,20 +405,26 @@ impl Gpu for Driver {
     }
 
     fn alloc_host(&mut self, n_bytes: usize) -> Result<HostId, BackendError> {
-        self.enter();
+        self.try_enter()?;
+        let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+            .map_err(failed("cuEventCreate"))?;
         // SAFETY: DRIVER-HANDLES; the memory is filled below.
-        let at =
-            unsafe { result::malloc_host(n_bytes.max(1), 0) }.map_err(|_| BackendError::OutOfMemory {
-                backend: NAME.into(),
-                what: "pinned memory of the host".into(),
-                need_bytes: n_bytes as u64,
-                have_bytes: 0,
-            })?;
+        let at = unsafe { result::malloc_host(n_bytes.max(1), 0) }.map_err(|error| {
+            // SAFETY: DRIVER-HANDLES; nobody else knows of the event.
+            let _ = unsafe { result::event::destroy(event) };
+            match error.0 {
+                sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => BackendError::OutOfMemory {
+                    backend: NAME.into(),
+                    what: "pinned memory of the host".into(),
+                    need_bytes: n_bytes as u64,
+                    have_bytes: 0,
+                },
+                _ => failed("cuMemHostAlloc")(error),
+            }
+        })?;
         let at = at.cast::<u8>();
         // SAFETY: DRIVER-HANDLES; as many bytes have just been handed out.
         unsafe { at.write_bytes(0, n_bytes) };
-        let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
-            .map_err(failed("cuEventCreate"))?;
         self.pinned.push(Some(Pinned { at, n_bytes, event, is_in_flight: false }));
         Ok(HostId(self.pinned.len() - 1))
     }
@@ -331,6 +454,20 @@ impl Gpu for Driver {
     fn write(&mut self, to: View<'_>, bytes: &[u8]) {
         assert_eq!(to.n_bytes(), bytes.len(), "bytes written to the device");
         if bytes.is_empty() {
+            return;
+        }
+        if bytes.len() >= STAGED_BYTES
+            && let Some(stages) = self.stages()
+        {
+            let mut offset = 0;
+            for chunk in bytes.chunks(STAGE_BYTES) {
+                // Waits for the copy before the last.
+                self.next_stage ^= 1;
+                let stage = stages[self.next_stage];
+                self.host(stage)[..chunk.len()].copy_from_slice(chunk);
+                self.upload(stage, 0..chunk.len(), to.sub(offset, chunk.len()));
+                offset += chunk.len();
+            }
             return;
         }
         self.enter();
@@ -382,8 +519,7 @@ impl Gpu for Driver {
     }
 
     fn load_kernels(&mut self, ty: Option<WeightType>) -> Result<(), BackendError> {
-        // A driver may lack a function that nothing has asked for before.
-        guarded(|| self.load_module(ty))
+        self.load_module(ty)
     }
 
     unsafe fn launch(&mut self, kernel: Kernel, grid: [u32; 3], n_threads: u32, args: &[Arg]) {
@@ -409,6 +545,49 @@ impl Gpu for Driver {
         launched.unwrap_or_else(|error| panic!("the CUDA device failed to launch {kernel:?}: {error:?}"));
     }
 
+    fn begin_graph(&mut self) -> Result<(), BackendError> {
+        self.has_graphs.clone()?;
+        self.try_enter()?;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: DRIVER-HANDLES.
+        unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(failed("cuStreamBeginCapture"))
+    }
+
+    fn end_graph(&mut self) -> Result<GraphId, BackendError> {
+        self.try_enter()?;
+        // SAFETY: DRIVER-HANDLES.
+        let graph =
+            unsafe { result::stream::end_capture(self.stream) }.map_err(failed("cuStreamEndCapture"))?;
+        let flags = sys::CUgraphInstantiate_flags(0);
+        // SAFETY: DRIVER-HANDLES; the graph has just been made.
+        let exec = unsafe { result::graph::instantiate(graph, flags) };
+        // SAFETY: DRIVER-HANDLES; what can be run has a copy of its own.
+        let _ = unsafe { result::graph::destroy(graph) };
+        let exec = exec.map_err(failed("cuGraphInstantiate"))?;
+        let free = self.graphs.iter().position(Option::is_none);
+        let at = free.unwrap_or_else(|| {
+            self.graphs.push(None);
+            self.graphs.len() - 1
+        });
+        self.graphs[at] = Some(exec);
+        Ok(GraphId(at))
+    }
+
+    unsafe fn run_graph(&mut self, id: GraphId) {
+        self.enter();
+        let exec = self.graphs[id.0].expect("the graph is known");
+        // SAFETY: GRAPH-LIVE, which the caller upholds, and DRIVER-HANDLES.
+        must(unsafe { result::graph::launch(exec, self.stream) }, "cuGraphLaunch");
+    }
+
+    fn free_graph(&mut self, id: GraphId) {
+        self.synchronize();
+        if let Some(exec) = self.graphs[id.0].take() {
+            // SAFETY: DRIVER-HANDLES; it does not run any more.
+            must(unsafe { result::graph::exec_destroy(exec) }, "cuGraphExecDestroy");
+        }
+    }
+
     fn synchronize(&mut self) {
         self.enter();
         // SAFETY: DRIVER-HANDLES.
@@ -426,6 +605,10 @@ impl Drop for Driver {
             let _ = unsafe { result::stream::synchronize(self.stream) };
             // SAFETY: DRIVER-HANDLES; nothing is queued any more.
             let _ = unsafe { result::stream::destroy(self.stream) };
+        }
+        for exec in self.graphs.drain(..).flatten() {
+            // SAFETY: DRIVER-HANDLES; its stream is gone.
+            let _ = unsafe { result::graph::exec_destroy(exec) };
         }
         for pinned in self.pinned.drain(..).flatten() {
             // SAFETY: DRIVER-HANDLES; its stream is gone.
@@ -450,6 +633,19 @@ impl Drop for Driver {
 mod tests {
     use super::*;
     use crate::gpu::TYPES;
+
+    #[test]
+    fn devices_that_work_are_listed_beside_others_that_do_not() {
+        let works = |device| {
+            let (free_bytes, total_bytes) = (1, 2);
+            let compute_capability = (8, 9);
+            DeviceInfo { device, name: "works".into(), compute_capability, free_bytes, total_bytes }
+        };
+        let fails = |reason: &str| Err(unavailable(reason));
+        let found = usable(vec![fails("first"), Ok(works(1)), fails("second"), Ok(works(3))]);
+        assert_eq!(found, Ok(vec![works(1), works(3)]));
+        assert_eq!(usable(vec![fails("first"), fails("second")]), Err(unavailable("first")));
+    }
 
     #[test]
     fn every_kernel_is_in_the_text_of_its_module_for_both_generations() {

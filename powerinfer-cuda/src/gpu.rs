@@ -5,7 +5,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use powerinfer_sparse_ops::{BackendError, WeightType};
+use powerinfer_sparse_ops::{ActiveMode, BackendError, WeightType};
 
 /// Name in messages and summaries.
 pub(crate) const NAME: &str = "cuda";
@@ -53,6 +53,7 @@ names! {
     Compact = "compact",
     DownReduce = "down_reduce",
     CountMarks = "count_marks",
+    CountFired = "count_fired",
     AddRows = "add_rows",
     FillU32 = "fill_u32",
 }
@@ -71,6 +72,8 @@ names! {
     FfnGateTile = "ffn_gate_tile",
     FfnTile = "ffn_tile",
     DownTile = "down_tile",
+    FfnMatmul = "ffn_matmul",
+    DownMatmul = "down_matmul",
 }
 
 /// A kernel.
@@ -236,6 +239,10 @@ impl View<'_> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostId(pub usize);
 
+/// Launches that are kept, to be run again together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GraphId(pub usize);
+
 /// A device. Copies and launches run one after the other in the order of the calls, beside the caller.
 pub trait Gpu: Send {
     /// What it is, for people.
@@ -243,6 +250,9 @@ pub trait Gpu: Send {
 
     /// Free bytes and all bytes of its memory.
     fn memory(&self) -> (u64, u64);
+
+    /// A buffer takes a multiple of so many bytes of its memory.
+    fn granule(&self) -> u64;
 
     /// Hands out memory, aligned to 256 bytes, and returns its address.
     ///
@@ -265,7 +275,7 @@ pub trait Gpu: Send {
     /// Bytes of pinned memory, when the last copy from or to it is done.
     fn host(&mut self, id: HostId) -> &mut [u8];
 
-    /// Copies bytes to the device and waits.
+    /// Copies bytes to the device; the caller may change them when it returns.
     fn write(&mut self, to: View<'_>, bytes: &[u8]);
 
     /// Copies from pinned memory to the device.
@@ -290,6 +300,27 @@ pub trait Gpu: Send {
     /// these arguments, and so do addresses and numbers of rows in tables that they lead to.
     unsafe fn launch(&mut self, kernel: Kernel, grid: [u32; 3], n_threads: u32, args: &[Arg]);
 
+    /// Begins to keep launches instead of running them; until [`Gpu::end_graph`] nothing else is asked for.
+    ///
+    /// # Errors
+    /// [`BackendError::Unavailable`] if the device cannot.
+    fn begin_graph(&mut self) -> Result<(), BackendError>;
+
+    /// The launches since [`Gpu::begin_graph`].
+    ///
+    /// # Errors
+    /// [`BackendError::Unavailable`] if the device did not keep them; they have not run then.
+    fn end_graph(&mut self) -> Result<GraphId, BackendError>;
+
+    /// Runs the launches of a graph in their order.
+    ///
+    /// # Safety
+    /// GRAPH-LIVE: what its launches were given is still there, and LAUNCH-CHECKED is still true of it.
+    unsafe fn run_graph(&mut self, id: GraphId);
+
+    /// Forgets a graph when all work is done.
+    fn free_graph(&mut self, id: GraphId);
+
     /// Waits until all work is done.
     fn synchronize(&mut self);
 }
@@ -313,12 +344,36 @@ impl<'a> Param<'a> {
     }
 }
 
+/// Most graphs that are kept.
+const MAX_GRAPHS: usize = 32;
+
+/// What the launches of a graph depend on, beside the memory that they are given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct GraphKey {
+    /// First layer, and the one after the last.
+    pub(crate) layers: (u32, u32),
+    pub(crate) mode: ActiveMode,
+    pub(crate) n_rows: usize,
+    pub(crate) n_spans: usize,
+}
+
 /// A [`Gpu`] whose memory is accounted for.
+///
+/// Graphs are forgotten whenever memory is handed out or taken back, so those that are known have only been given
+/// memory that is still there, and were made of what is loaded (GRAPH-LIVE). Caches are excepted: graphs find them in tables
+/// that every step writes anew.
 pub(crate) struct Device {
     gpu: Box<dyn Gpu>,
     limit: Option<u64>,
+    granule: u64,
     used: u64,
     peak: u64,
+    /// The buffers in use, each rounded up to the granule.
+    taken: u64,
+    /// The oldest first.
+    graphs: Vec<(GraphKey, GraphId)>,
+    /// Why there are no graphs.
+    no_graphs: Option<String>,
 }
 
 impl std::fmt::Debug for Device {
@@ -328,8 +383,11 @@ impl std::fmt::Debug for Device {
 }
 
 impl Device {
-    pub(crate) fn new(gpu: Box<dyn Gpu>, limit: Option<u64>) -> Self {
-        Self { gpu, limit, used: 0, peak: 0 }
+    pub(crate) fn new(gpu: Box<dyn Gpu>, limit: Option<u64>, no_graphs: Option<String>) -> Self {
+        let granule = gpu.granule().max(1);
+        // Steps do not allocate.
+        let graphs = Vec::with_capacity(MAX_GRAPHS);
+        Self { gpu, limit, granule, used: 0, peak: 0, taken: 0, graphs, no_graphs }
     }
 
     pub(crate) fn gpu(&mut self) -> &mut dyn Gpu {
@@ -337,7 +395,10 @@ impl Device {
     }
 
     pub(crate) fn description(&self) -> String {
-        self.gpu.description()
+        match &self.no_graphs {
+            None => self.gpu.description(),
+            Some(reason) => format!("{}, without graphs: {reason}", self.gpu.description()),
+        }
     }
 
     /// The limit, or without one all memory of the device.
@@ -353,17 +414,34 @@ impl Device {
         self.peak
     }
 
+    /// What the buffers in use take of the device's memory.
+    pub(crate) fn taken(&self) -> u64 {
+        self.taken
+    }
+
+    /// What a buffer takes of the device's memory.
+    fn takes(&self, n_bytes: usize) -> u64 {
+        (n_bytes as u64).checked_next_multiple_of(self.granule).unwrap_or(u64::MAX)
+    }
+
     /// A buffer for the pieces of a plan.
     pub(crate) fn alloc(&mut self, plan: Plan, what: &str) -> Result<Buffer, BackendError> {
+        self.forget_graphs();
+        self.alloc_cache(plan, what)
+    }
+
+    /// A buffer that launches find only in the tables of a step.
+    pub(crate) fn alloc_cache(&mut self, plan: Plan, what: &str) -> Result<Buffer, BackendError> {
         let n_bytes = plan.n_bytes();
-        let left = self.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.used));
+        let takes = self.takes(n_bytes);
+        let left = self.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.taken));
         let error = |have_bytes| BackendError::OutOfMemory {
             backend: NAME.into(),
             what: what.to_owned(),
-            need_bytes: n_bytes as u64,
+            need_bytes: takes,
             have_bytes,
         };
-        if n_bytes as u64 > left {
+        if takes > left {
             return Err(error(left));
         }
         let at = self.gpu.alloc(n_bytes).map_err(|e| match e {
@@ -372,12 +450,57 @@ impl Device {
         })?;
         self.used += n_bytes as u64;
         self.peak = self.peak.max(self.used);
+        self.taken += takes;
         Ok(Buffer { at, n_bytes })
     }
 
     pub(crate) fn free(&mut self, buffer: Buffer) {
+        self.forget_graphs();
+        self.free_cache(buffer);
+    }
+
+    /// The same for a buffer of [`Device::alloc_cache`].
+    pub(crate) fn free_cache(&mut self, buffer: Buffer) {
         self.used -= buffer.n_bytes as u64;
+        self.taken -= self.takes(buffer.n_bytes);
         self.gpu.free(buffer);
+    }
+
+    fn forget_graphs(&mut self) {
+        for (_, id) in self.graphs.drain(..) {
+            self.gpu.free_graph(id);
+        }
+    }
+
+    /// Runs launches that depend on the key, on what is loaded and on nothing else: as a graph, which is made the first time,
+    /// or one by one where the device has no graphs.
+    pub(crate) fn run_as_graph(&mut self, key: GraphKey, launches: impl Fn(&mut Self)) {
+        let known = self.graphs.iter().find(|(of, _)| *of == key).map(|&(_, id)| id);
+        let graph = match known {
+            Some(id) => Ok(id),
+            None if self.no_graphs.is_some() => return launches(self),
+            None => self.make_graph(key, &launches),
+        };
+        match graph {
+            // SAFETY: GRAPH-LIVE; every change of memory but that of caches forgets all graphs.
+            Ok(id) => unsafe { self.gpu.run_graph(id) },
+            Err(error) => {
+                self.no_graphs = Some(error.to_string());
+                launches(self);
+            }
+        }
+    }
+
+    fn make_graph(&mut self, key: GraphKey, launches: &impl Fn(&mut Self)) -> Result<GraphId, BackendError> {
+        self.gpu.begin_graph()?;
+        launches(self);
+        let id = self.gpu.end_graph()?;
+        if self.graphs.len() == MAX_GRAPHS {
+            let (_, oldest) = self.graphs.remove(0);
+            self.gpu.free_graph(oldest);
+        }
+        self.graphs.push((key, id));
+        Ok(id)
     }
 
     /// Runs a kernel. Only [`crate::kernels`] calls this: there each kernel has a function that says how many bytes it

@@ -10,7 +10,7 @@ use crate::gpu::{Buffer, Device, Kernel, OfType, Param, Piece, Plain, View};
 pub(crate) const SPAN: usize = 256;
 
 /// From this many tokens on, products read a weight once for 64 tokens.
-const MATMUL_TOKENS: usize = 32;
+pub(crate) const MATMUL_TOKENS: usize = 32;
 
 /// Heads that share a block of attention.
 const HEADS_PER_BLOCK: usize = 8;
@@ -185,6 +185,8 @@ pub(crate) struct FfnView<'a> {
     pub(crate) chunk_rows: usize,
     pub(crate) marks: Option<View<'a>>,
     pub(crate) counters: View<'a>,
+    /// How often each neuron fired, `u64 [n_ff]`, where that is counted.
+    pub(crate) fired: Option<View<'a>>,
 }
 
 impl<'a> FfnView<'a> {
@@ -594,7 +596,7 @@ impl Device {
         self.launch(ffn.down.kernel(OfType::DownList), grid, 128, &params);
     }
 
-    /// Hidden values of all held neurons, 0 where not active.
+    /// Hidden values of all held neurons, 0 where not active; a row of weights is read once for 8 tokens, of many once for 64.
     pub(crate) fn hidden_by_tile(&mut self, ffn: &FfnView<'_>, n_tokens: usize) {
         let n_embd = ffn.n_embd;
         let grid = [ffn.n_owned.div_ceil(8), n_tokens.div_ceil(8), 1];
@@ -638,7 +640,39 @@ impl Device {
             Int(usize::from(ffn.skips_up)),
             Int(n_tokens),
         ];
-        self.launch(ffn.up.kernel(OfType::FfnTile), grid, 128, &params);
+        if n_tokens >= MATMUL_TOKENS {
+            let grid = [ffn.n_owned.div_ceil(64), n_tokens.div_ceil(64), 1];
+            self.launch(ffn.up.kernel(OfType::FfnMatmul), grid, 256, &params);
+        } else {
+            self.launch(ffn.up.kernel(OfType::FfnTile), grid, 128, &params);
+        }
+    }
+
+    /// `y = sum over what [`Device::hidden_by_tile`] has written`, or added to it, for [`MATMUL_TOKENS`] or more.
+    pub(crate) fn down_by_matmul(
+        &mut self,
+        ffn: &FfnView<'_>,
+        y: View<'_>,
+        accumulate: bool,
+        n_tokens: usize,
+    ) {
+        let params = [
+            ffn.down.param(),
+            ffn.hidden(n_tokens),
+            ffn.bits(n_tokens),
+            ffn.owned(),
+            Memory(y, n_tokens * ffn.n_embd * WORD),
+            ffn.marks(),
+            ffn.counters(),
+            Int(ffn.n_embd),
+            Int(ffn.n_owned),
+            Int(ffn.n_ff),
+            Int(usize::from(accumulate)),
+            Int(usize::from(ffn.skips_down)),
+            Int(n_tokens),
+        ];
+        let grid = [ffn.n_embd.div_ceil(64), n_tokens.div_ceil(64), 1];
+        self.launch(ffn.down.kernel(OfType::DownMatmul), grid, 256, &params);
     }
 
     /// Chunks of the sum over what [`Device::hidden_by_tile`] has written.
@@ -690,6 +724,23 @@ impl Device {
     pub(crate) fn count_marks(&mut self, ffn: &FfnView<'_>) {
         let params = [ffn.marks(), ffn.counters(), Int(ffn.n_owned)];
         self.launch(Kernel::Plain(Plain::CountMarks), [ffn.n_owned.div_ceil(128), 1, 1], 128, &params);
+    }
+
+    /// Counts the neurons whose hidden values are not zero, if that is asked for.
+    pub(crate) fn count_fired(&mut self, ffn: &FfnView<'_>, is_list: bool, n_tokens: usize) {
+        let Some(fired) = ffn.fired else { return };
+        let [list, counts] = if is_list { ffn.list(n_tokens) } else { [Param::Absent; 2] };
+        let params = [
+            ffn.hidden(n_tokens),
+            list,
+            counts,
+            ffn.owned(),
+            Memory(fired, ffn.n_ff * 8),
+            Int(ffn.n_owned),
+            Int(n_tokens),
+        ];
+        let grid = [ffn.n_owned.div_ceil(128), n_tokens, 1];
+        self.launch(Kernel::Plain(Plain::CountFired), grid, 128, &params);
     }
 
     /// `y += x + bias`; rows lie one after the other.

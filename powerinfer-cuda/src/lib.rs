@@ -23,4 +23,4 @@ mod load;
 mod scratch;
 
 pub use backend::{CudaBackend, CudaKvType, CudaOptions};
-pub use driver::{DeviceInfo, devices};
+pub use driver::{DeviceInfo, devices, probe_devices};

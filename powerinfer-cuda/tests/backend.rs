@@ -146,13 +146,37 @@ fn a_long_prompt_goes_through_the_kernels_for_many_tokens() {
     if !is_emulated() {
         return;
     }
-    let model =
-        TinyModel::new(TinyOptions { ffn_type: WeightType::Q4_0, n_ff: 160, ..TinyOptions::default() });
     let tokens: Vec<u32> = (0..50).map(|i| i * 37 % 96).collect();
-    let want = reference(&model, &tokens, ActiveMode::Predictor);
-    let mut device = loaded(&model, CudaKvType::F32);
-    let mut drive = Drive::new(&model.spec, vec![&mut device], tokens.len());
-    assert_close("50 tokens", drive.step(0, &tokens, ActiveMode::Predictor), &want, NMSE_F32);
+    let types = [WeightType::Q4_0, WeightType::F16, WeightType::Q8_0, WeightType::F32, WeightType::BF16];
+    for (ix, (family, ffn_type)) in Family::ALL.into_iter().zip(types).enumerate().step_by(2) {
+        let down_by_neuron = ix != 2;
+        let options = TinyOptions { family, ffn_type, down_by_neuron, n_ff: 160, ..TinyOptions::default() };
+        let models = [TinyModel::new(options), TinyModel::new(options).with_gate_copies()];
+        for (model, modes) in models.iter().zip([&MODES[..], &MODES[2..]]) {
+            let mut device = loaded(model, CudaKvType::F32);
+            let mut drive = Drive::new(&model.spec, vec![&mut device], tokens.len());
+            let mut all = Vec::new();
+            for &mode in modes {
+                let what = format!("{family:?}, {ffn_type}, {mode:?}");
+                let mut slow = ReferenceBackend::new(Arc::clone(&model.spec), Rounding::None);
+                model.load_all(&mut slow);
+                let mut slow = Drive::new(&model.spec, vec![&mut slow], tokens.len());
+                let want = slow.step(0, &tokens, mode).to_vec();
+                let got = drive.step(0, &tokens, mode).to_vec();
+                assert_close(&what, &got, &want, NMSE_F32);
+                // What is read is what a token asked for, though a tile computes more.
+                let (cost, least) = (drive.backends()[0].take_cost(), slow.backends()[0].take_cost());
+                if down_by_neuron {
+                    let moved = StepCost { bytes_in: cost.bytes_in, bytes_out: cost.bytes_out, ..least };
+                    assert_eq!(cost, moved, "{what}");
+                }
+                all.push(got);
+            }
+            if let [dense, exact, ..] = &all[..] {
+                assert_eq!(dense, exact, "{family:?}: zeros that are skipped change nothing");
+            }
+        }
+    }
 }
 
 /// A deal of the neurons of each layer to two owners.
@@ -344,6 +368,87 @@ fn neurons_that_are_swapped_give_the_sums_of_those_that_were_loaded() {
 }
 
 #[test]
+fn neurons_that_fire_are_counted_as_the_reference_does() {
+    if !is_emulated() {
+        return;
+    }
+    let counts = |backend: &mut dyn HybridBackend, model: &TinyModel| -> Vec<Vec<u64>> {
+        let layers = model.spec.layers().zip(&model.spec.n_ff);
+        let take = |(layer, &n_ff)| {
+            // What is there is added to.
+            let mut counts = vec![5; n_ff];
+            assert!(backend.take_fired(layer, &mut counts), "layer {layer}");
+            counts.iter().map(|n| n - 5).collect()
+        };
+        layers.map(take).collect()
+    };
+    for (ix, family) in Family::ALL.into_iter().enumerate() {
+        for (at, mode) in MODES.into_iter().enumerate() {
+            let (down_by_neuron, part) = (ix % 2 == 0, (ix + at) % 2 == 0);
+            let model = TinyModel::new(TinyOptions { family, down_by_neuron, ..TinyOptions::default() });
+            let owned = |layer: LayerId| {
+                let n_ff = model.spec.n_ff[layer.index()];
+                let ids = (0..n_ff as u32).filter(|i| !part || (i + layer.0).is_multiple_of(3));
+                NeuronSet::from_ids(n_ff, ids.map(NeuronId))
+            };
+            let run = |backend: &mut dyn HybridBackend| {
+                backend.record_fired(true);
+                let mut other = ReferenceBackend::new(Arc::clone(&model.spec), Rounding::None);
+                model.load_home(backend);
+                model.load_ffn(backend, owned);
+                model.load_ffn(&mut other, |layer| owned(layer).complement());
+                let mut drive = Drive::new(&model.spec, vec![backend, &mut other], 40);
+                // One by one, a few, a tile and more than a tile.
+                let tokens: Vec<u32> = (0..55).map(|i| i * 29 % 96).collect();
+                let mut at = 0;
+                for n in [1, 4, 9, 40] {
+                    drive.step(at, &tokens[at as usize..][..n], mode);
+                    at += n as u32;
+                }
+                let counted = counts(drive.backends()[0], &model);
+                drive.backends()[0].take_cost();
+                drive.step(2, &tokens[..1], mode);
+                let again = counts(drive.backends()[0], &model);
+                let cost = drive.backends()[0].take_cost();
+                let n: u64 = again.iter().flatten().sum();
+                assert_eq!(n, cost.fired_neurons, "{family:?}, {mode:?}: one token");
+                [counted, again]
+            };
+            let mut reference = ReferenceBackend::new(Arc::clone(&model.spec), Rounding::None);
+            let want = run(&mut reference);
+            assert!(want[0].iter().flatten().any(|&n| n > 1));
+            let mut device = backend(&model.spec, CudaKvType::F32);
+            assert_eq!(
+                run(&mut device),
+                want,
+                "{family:?}, {mode:?}, by neuron {down_by_neuron}, part {part}"
+            );
+
+            let mut none = vec![0; model.spec.n_ff[0]];
+            device.record_fired(true);
+            assert!(device.take_fired(LayerId(0), &mut none));
+            assert!(none.iter().all(|&n| n == 0), "counting begins anew");
+            let used = device.memory_used();
+            device.record_fired(false);
+            let n_bytes: usize = model.spec.n_ff.iter().map(|n| (8 * n).next_multiple_of(256)).sum();
+            assert_eq!(used - device.memory_used(), n_bytes as u64);
+            assert!(!device.take_fired(LayerId(0), &mut none), "nobody counts");
+        }
+    }
+
+    // Where there is no memory for the counters, nothing is counted, and that is said.
+    let model = TinyModel::new(TinyOptions::default());
+    let constants = backend(&model.spec, CudaKvType::F16).memory_used();
+    let gpu = EmulatedGpu::new(1, false, Arc::default());
+    let neurons = 3 * 96 * 64 * 4 + 512;
+    let mut full =
+        backend_with(&model.spec, CudaKvType::F16, gpu, Some(constants + neurons)).expect("there is memory");
+    full.load_ffn(LayerId(0), model.ffn[0].clone(), &NeuronSet::all(96)).expect("there is memory");
+    full.record_fired(true);
+    assert!(!full.take_fired(LayerId(0), &mut [0; 96]));
+}
+
+#[test]
 fn quantised_down_rows_by_output_are_taken_whole_or_refused_with_the_reason() {
     if !is_emulated() {
         return;
@@ -450,6 +555,38 @@ fn memory_is_accounted_for_and_limited() {
         assert_eq!(device.memory_used(), with_scratch);
     }
     device.embed(&Step { rows: &[row(0, 5)], mode: ActiveMode::Exact });
+}
+
+#[test]
+fn the_limit_sees_what_the_device_rounds_up() {
+    if !is_emulated() {
+        return;
+    }
+    const GRANULE: u64 = 2 << 20;
+    let model = TinyModel::new(TinyOptions::default());
+    let run = |limit| -> Result<CudaBackend, BackendError> {
+        let gpu = EmulatedGpu::new(1, false, Arc::default()).with_granule(GRANULE);
+        let mut device = backend_with(&model.spec, CudaKvType::F16, gpu, limit)?;
+        device.load_ffn(LayerId(0), model.ffn[0].clone(), &NeuronSet::all(96))?;
+        device.reserve(SeqId(0), 8, 4)?;
+        Ok(device)
+    };
+    let mut all = run(None).expect("there is memory");
+    // Constants, neurons and the scratch; the cache has no layer.
+    let buffers = 3;
+    assert_eq!(all.memory_taken(), buffers * GRANULE);
+    assert!(all.memory_used() < GRANULE && all.memory_used() == all.memory_peak());
+    all.record_fired(true);
+    assert_eq!(all.memory_taken(), (buffers + 1) * GRANULE);
+    all.record_fired(false);
+    assert_eq!(all.memory_taken(), buffers * GRANULE);
+    run(Some(buffers * GRANULE)).expect("just enough");
+    match run(Some(buffers * GRANULE - 1)) {
+        Err(BackendError::OutOfMemory { need_bytes, have_bytes, .. }) => {
+            assert_eq!((need_bytes, have_bytes), (GRANULE, GRANULE - 1));
+        }
+        other => panic!("{other:?}"),
+    }
 }
 
 #[test]

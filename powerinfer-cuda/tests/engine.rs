@@ -1,12 +1,17 @@
 //! The engine over the CPU and emulated devices: wherever dense parts and neurons lie, the logits are those of plain loops
 //! and the greedy text is the same.
 
+#[path = "support/budgets.rs"]
+mod budgets;
+#[path = "support/goldens.rs"]
+mod goldens;
 #[expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 #[path = "../../powerinfer-core/tests/support/mod.rs"]
 mod model_file;
 mod support;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use powerinfer_core::placement::AdaptiveOptions;
 use powerinfer_core::{ActiveMode, CpuOptions, Device, KvType, LoadOptions, MakeBackend, Rounding, TokenId};
@@ -71,4 +76,39 @@ fn fifty_placements_on_the_cpu_and_devices_give_the_logits_of_plain_loops_and_th
         swapped_bytes += got.swapped_bytes;
     }
     assert!(swapped_bytes > 0, "no run moved neurons");
+}
+
+#[test]
+fn logits_and_text_are_those_of_the_original_engine() {
+    if !is_emulated() {
+        return;
+    }
+    let mut lines = Vec::new();
+    let refused = goldens::check(&emulated(5, true), &mut |line| lines.push(line)).expect("all goldens load");
+    assert_eq!(lines.len(), 8, "{lines:?}");
+    // Its predictors are Q5_0.
+    assert_eq!(refused, ["llama-mixed-attn-q8_0"], "{lines:?}");
+}
+
+#[test]
+fn a_budget_decides_how_much_is_on_the_device() {
+    if !is_emulated() {
+        return;
+    }
+    let shape = budgets::Shape {
+        name: "toy",
+        n_layer: 3,
+        n_embd: 64,
+        n_ff: 352,
+        n_head: 4,
+        n_vocab: 300,
+        latency: 0.0,
+    };
+    let mut lines = Vec::new();
+    let placed = budgets::decode(shape, &emulated(6, false), 1 << 30, Duration::from_secs(60), &mut |line| {
+        lines.push(line)
+    })
+    .expect("every budget loads");
+    assert_eq!(placed.first(), Some(&0), "{lines:?}");
+    assert!(placed.is_sorted() && placed.last() > Some(&0), "{lines:?}");
 }

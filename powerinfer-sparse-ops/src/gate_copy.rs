@@ -456,9 +456,19 @@ impl GateCopy {
 /// Columns of a gate whose norm is more than 4 times that of the median column. They come from norm weights near
 /// zero and spoil every format in which they share a scale with others.
 pub fn find_outlier_columns(gate: &WeightMatrix) -> Vec<u32> {
+    outlier_columns(gate, 0..gate.n_rows())
+}
+
+/// As [`find_outlier_columns`], by `n_rows` rows at even distances, or all if there are fewer.
+pub fn sample_outlier_columns(gate: &WeightMatrix, n_rows: usize) -> Vec<u32> {
+    let n = n_rows.min(gate.n_rows());
+    outlier_columns(gate, (0..n).map(|i| i * gate.n_rows() / n))
+}
+
+fn outlier_columns(gate: &WeightMatrix, neurons: impl Iterator<Item = usize>) -> Vec<u32> {
     let mut squares = vec![0f64; gate.n_cols()];
     let mut row = vec![0.0; gate.n_cols()];
-    for neuron in 0..gate.n_rows() {
+    for neuron in neurons {
         gate.decode_row(neuron, &mut row);
         squares.iter_mut().zip(&row).for_each(|(sum, &w)| *sum += f64::from(w) * f64::from(w));
     }
@@ -761,7 +771,14 @@ mod tests {
         let mut seed = 5;
         assert_eq!(find_outlier_columns(&gate(&mut seed, 64, 96, &[])), [0u32; 0]);
         assert_eq!(find_outlier_columns(&gate(&mut seed, 64, 96, &[7, 95])), [7, 95]);
-        assert_eq!(find_outlier_columns(&WeightMatrix::from_f32("gate", 0, 0, vec![]).unwrap()), [0u32; 0]);
+        let empty = WeightMatrix::from_f32("gate", 0, 0, vec![]).unwrap();
+        assert_eq!(find_outlier_columns(&empty), [0u32; 0]);
+        let gate = gate(&mut seed, 500, 96, &[0, 33]);
+        for n_rows in [100, 500, 501] {
+            assert_eq!(sample_outlier_columns(&gate, n_rows), [0, 33], "by {n_rows} rows");
+        }
+        assert_eq!(sample_outlier_columns(&gate, 0), [0u32; 0]);
+        assert_eq!(sample_outlier_columns(&empty, 3), [0u32; 0]);
     }
 
     #[test]

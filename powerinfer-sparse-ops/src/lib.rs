@@ -25,7 +25,9 @@ pub use backend::{
     ActiveMode, BackendError, BackendInfo, FfnInput, HybridBackend, Step, StepCost, StepRow, Ticket,
 };
 pub use block::ActivationType;
-pub use gate_copy::{GateCopy, GateCopyError, GateCopyParts, GateInput, find_outlier_columns};
+pub use gate_copy::{
+    GateCopy, GateCopyError, GateCopyParts, GateInput, find_outlier_columns, sample_outlier_columns,
+};
 pub use ids::{LayerId, NeuronId, RowId, SeqId, TokenId};
 pub use model::{Activation, BlockKind, Gating, ModelSpec, Norm, NormKind, Rope, RopeKind, RopeScaling};
 pub use sets::{ActiveBatch, NeuronSet};

@@ -40,7 +40,7 @@ struct Target {
 
 impl Target {
     fn all() -> impl Iterator<Item = Self> {
-        let modules = ["base", "int8"].into_iter().chain(TYPES);
+        let modules = ["base"].into_iter().chain(TYPES);
         modules.flat_map(|module| ARCHS.map(|arch| Self { module, arch }))
     }
 
@@ -51,7 +51,6 @@ impl Target {
     fn source(&self) -> &'static str {
         match self.module {
             "base" => "base.cu",
-            "int8" => "int8.cu",
             _ => "weight.cu",
         }
     }
@@ -183,8 +182,7 @@ mod tests {
         let cells: Vec<&str> = rows.filter_map(|l| l.split(" |").next()).collect();
         let names = cells.iter().flat_map(|c| c.split('`').step_by(2).filter(|n| n.len() > 3));
         let belongs = |n: &&str| match module {
-            "base" => !n.ends_with("_T") && !n.contains("_i8_"),
-            "int8" => n.contains("_i8_"),
+            "base" => !n.ends_with("_T"),
             _ => n.ends_with("_T"),
         };
         names.filter(belongs).map(|n| n.replace("_T", &format!("_{module}"))).collect()

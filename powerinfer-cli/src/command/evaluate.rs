@@ -29,6 +29,8 @@ struct Line {
     active: f64,
     selected: f64,
     mass_recall: f64,
+    /// What sign bits would have to select for the same recall.
+    sign_bits: f64,
 }
 
 pub(crate) fn run(args: &EvaluateArgs) -> Result<(), CliError> {
@@ -57,6 +59,7 @@ fn line(layer: &LayerEvaluation) -> Line {
         active: active_share,
         selected: predicted_share,
         mass_recall: layer.mass_recall,
+        sign_bits: layer.sign_bits_share,
     }
 }
 
@@ -70,11 +73,12 @@ fn mean(lines: &[Line]) -> Line {
         active: mean(|l| l.active),
         selected: mean(|l| l.selected),
         mass_recall: mean(|l| l.mass_recall),
+        sign_bits: mean(|l| l.sign_bits),
     }
 }
 
 fn print_table(outcome: &Outcome) -> Result<(), CliError> {
-    let head = ["layer", "active", "selected", "precision", "recall", "mass recall", "computed"];
+    let head = ["layer", "active", "selected", "precision", "recall", "mass recall", "by signs", "computed"];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     for line in outcome.layers.iter().chain([&outcome.mean]) {
         rows.push(vec![
@@ -84,6 +88,7 @@ fn print_table(outcome: &Outcome) -> Result<(), CliError> {
             percent(line.precision),
             format!("{:.2} %", 100.0 * line.recall),
             format!("{:.2} %", 100.0 * line.mass_recall),
+            percent(line.sign_bits),
             line.predicted
                 .map_or("", |predicted| if predicted { "as predicted" } else { "exactly" })
                 .to_owned(),

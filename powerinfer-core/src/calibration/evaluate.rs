@@ -6,6 +6,7 @@ use powerinfer_sparse_ops::{ActiveMode, LayerId, TokenId};
 
 use super::products::Inputs;
 use super::record::Recorded;
+use super::signs::{SignScores, Signs};
 use super::truth::Truth;
 use super::{BLOCK, CalibrateError, CancelToken, Model, Progress, RecordOptions, cut, record};
 
@@ -20,6 +21,9 @@ pub struct LayerEvaluation {
     pub quality: Quality,
     /// Share of `Σ act(gate) · |up| · ‖down‖` that the predicted neurons hold.
     pub mass_recall: f64,
+    /// Share of the neurons that sign bits alone, with the best threshold for this layer and text, have to name for the same
+    /// recall: the baseline of the literature (SparseInfer, arXiv 2411.12692).
+    pub sign_bits_share: f64,
 }
 
 /// Runs a loaded model in mode `predictor` over texts and compares what its predictors named with what was active, by
@@ -67,11 +71,13 @@ fn evaluate_layer(truth: &Truth, recorded: &Recorded, predicted: bool, threads: 
     let x = Inputs::new(&recorded.x, gate.n_cols());
     let n_rows = x.n_rows();
     let mut counter = QualityCounter::default();
+    let (signs, mut scores) = (Signs::of(&x), SignScores::new(gate.n_cols()));
     let (mut mass, mut mass_hit) = (0.0, 0.0);
     for first in (0..n_ff).step_by(BLOCK) {
         let neurons = first..n_ff.min(first + BLOCK);
         let gates = truth.gates(neurons.clone(), &x, threads);
         let gains = truth.gains(neurons.clone(), &gates, &x, threads);
+        scores.add(gate, neurons, &gates, &signs);
         for (ix, (&gate, &gain)) in gates.iter().zip(&gains).enumerate() {
             let (neuron, row) = (first + ix / n_rows, ix % n_rows);
             let selected = recorded.sets[row * n_words + neuron / 64] >> (neuron % 64) & 1 == 1;
@@ -80,10 +86,12 @@ fn evaluate_layer(truth: &Truth, recorded: &Recorded, predicted: bool, threads: 
             mass_hit += if selected { f64::from(gain) } else { 0.0 };
         }
     }
+    let quality = counter.quality().expect("sequences have more than one token");
     LayerEvaluation {
         layer: truth.layer(),
         predicted,
-        quality: counter.quality().expect("sequences have more than one token"),
+        quality,
+        sign_bits_share: scores.selected_for(quality.recall),
         mass_recall: if mass > 0.0 { mass_hit / mass } else { 1.0 },
     }
 }

@@ -30,6 +30,14 @@ impl<'a> Inputs<'a> {
         self.values.len() / self.width
     }
 
+    pub(super) fn width(&self) -> usize {
+        self.width
+    }
+
+    pub(super) fn rows(&self) -> impl Iterator<Item = &'a [f32]> + use<'a> {
+        self.values.chunks_exact(self.width)
+    }
+
     /// Rows `neurons` of a matrix times every input.
     ///
     /// # Shapes

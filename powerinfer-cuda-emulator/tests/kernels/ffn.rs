@@ -21,11 +21,22 @@ struct Case {
     chunk_rows: usize,
 }
 
+/// How the work is shared out.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Form {
+    List,
+    Tile,
+    Matmul,
+}
+
+use Form::{List, Matmul, Tile};
+
 /// What a launch gives back.
 #[derive(Debug, PartialEq)]
 struct Results {
     hidden: Vec<f32>,
     y: Vec<f32>,
+    /// Eight counters, then how often each neuron fired.
     counters: Vec<u64>,
 }
 
@@ -71,8 +82,8 @@ impl Case {
         self.active.n_rows()
     }
 
-    /// Launches either form; hidden values come back as `[n_tokens, n_owned]`, NaN where there is none.
-    fn on(&self, d: &mut Device, tile: bool, gate_apart: bool) -> Results {
+    /// Launches one form; hidden values come back as `[n_tokens, n_owned]`, NaN where there is none.
+    fn on(&self, d: &mut Device, form: Form, gate_apart: bool) -> Results {
         let (n_tokens, n_embd, n_owned) = (self.n_tokens(), self.n_embd(), self.owned.len());
         let ids: Vec<u32> = self.owned.ids().iter().map(|id| id.0).collect();
         let [gate, up, down] = [&self.gate, &self.up, &self.down].map(|w| d.upload(w.bytes()));
@@ -101,7 +112,9 @@ impl Case {
         let compact = [bits, own, list, counts, counters, n_owned_arg, int(n_ff), n_owned_arg, tokens];
         d.launch("compact", [n_tokens, 1, 1], 64, &compact);
 
-        let form = if tile { "tile" } else { "list" };
+        let tile = form != List;
+        let name_of =
+            |op: &str, form: Form, ty| format!("{op}_{}_{}", format!("{form:?}").to_lowercase(), name(ty));
         let which: &[Arg] = if tile { &[bits, own] } else { &[list, counts] };
         let sizes: &[Arg] =
             if tile { &[n_embd_arg, n_owned_arg, int(n_ff)] } else { &[n_embd_arg, n_owned_arg] };
@@ -118,7 +131,8 @@ impl Case {
                 &[n_embd_arg, activation, tokens],
             ]
             .concat();
-            d.launch(&format!("ffn_gate_{form}_{}", name(self.gate.ty())), grid, 128, &args);
+            let form = if tile { Tile } else { List };
+            d.launch(&name_of("ffn_gate", form, self.gate.ty()), grid, 128, &args);
         }
         let first = [if fused { gate } else { NONE }, up, bias, x, gate_values];
         let args = [
@@ -129,17 +143,30 @@ impl Case {
             &[n_embd_arg, activation, gating, skip, tokens],
         ]
         .concat();
-        d.launch(&format!("ffn_{form}_{}", name(self.up.ty())), grid, 128, &args);
+        let blocks = |n: usize| [n.div_ceil(64), n_tokens.div_ceil(64), 1];
+        let (grid, threads) = if form == Matmul { (blocks(n_owned), 256) } else { (grid, 128) };
+        d.launch(&name_of("ffn", form, self.up.ty()), grid, threads, &args);
         let chunks = [int(self.chunk_rows), int(n_chunks)];
-        let args =
-            [&[down, hidden], which, &[part, marks, counters], sizes, &chunks, &[skip, tokens]].concat();
-        let grid = [n_embd.div_ceil(1024), n_chunks, if tile { n_tokens.div_ceil(8) } else { n_tokens }];
-        d.launch(&format!("down_{form}_{}", name(self.down.ty())), grid, 128, &args);
-        let counted = if tile { NONE } else { counts };
-        let args = [part, counted, y, n_embd_arg, chunks[0], chunks[1], int(1), tokens];
-        d.launch("down_reduce", [n_embd.div_ceil(128), n_tokens, 1], 128, &args);
+        let down_name = name_of("down", form, self.down.ty());
+        if form == Matmul {
+            let args =
+                [&[down, hidden], which, &[y, marks, counters], sizes, &[int(1), skip, tokens]].concat();
+            d.launch(&down_name, blocks(n_embd), 256, &args);
+        } else {
+            let args =
+                [&[down, hidden], which, &[part, marks, counters], sizes, &chunks, &[skip, tokens]].concat();
+            let grid = [n_embd.div_ceil(1024), n_chunks, if tile { n_tokens.div_ceil(8) } else { n_tokens }];
+            d.launch(&down_name, grid, 128, &args);
+            let counted = if tile { NONE } else { counts };
+            let args = [part, counted, y, n_embd_arg, chunks[0], chunks[1], int(1), tokens];
+            d.launch("down_reduce", [n_embd.div_ceil(128), n_tokens, 1], 128, &args);
+        }
         d.launch("count_marks", [n_owned.div_ceil(128), 1, 1], 128, &[marks, counters, n_owned_arg]);
         assert!(d.download::<u32>(marks, n_owned).iter().all(|&m| m == 0));
+        let fired = d.upload(&vec![0u64; n_ff]);
+        let which: [Arg; 2] = if tile { [NONE; 2] } else { [list, counts] };
+        let args = [hidden, which[0], which[1], own, fired, n_owned_arg, tokens];
+        d.launch("count_fired", [n_owned.div_ceil(128), n_tokens, 1], 128, &args);
 
         let mut values: Vec<f32> = d.download(hidden, n_tokens * n_owned);
         if !tile {
@@ -153,18 +180,19 @@ impl Case {
             }
             values = by_row;
         }
-        Results { hidden: values, y: d.download(y, n_tokens * n_embd), counters: d.download(counters, 8) }
+        let counters = [d.download(counters, 8), d.download(fired, n_ff)].concat();
+        Results { hidden: values, y: d.download(y, n_tokens * n_embd), counters }
     }
 
     /// Three orders, the same bits.
-    fn run(&self, tile: bool, gate_apart: bool) -> Results {
+    fn run(&self, form: Form, gate_apart: bool) -> Results {
         let n_hidden = self.n_tokens() * self.owned.len();
         let mut bits = on_device(|d| {
-            let r = self.on(d, tile, gate_apart);
+            let r = self.on(d, form, gate_apart);
             let floats = r.hidden.iter().chain(&r.y).map(|v| u64::from(v.to_bits()));
             floats.chain(r.counters).collect::<Vec<u64>>()
         });
-        let counters = bits.split_off(bits.len() - 8);
+        let counters = bits.split_off(bits.len() - 8 - self.owned.n_ff());
         let mut hidden: Vec<f32> = bits.iter().map(|&b| f32::from_bits(b as u32)).collect();
         let y = hidden.split_off(n_hidden);
         Results { hidden, y, counters }
@@ -173,7 +201,7 @@ impl Case {
     fn check(&self, got: &Results, what: &str) {
         let (n_tokens, n_embd, n_owned) = (self.n_tokens(), self.n_embd(), self.owned.len());
         let [gate, up, down] = [&self.gate, &self.up, &self.down].map(decode);
-        let mut counters = [0u64; 8];
+        let mut counters = vec![0u64; 8 + self.owned.n_ff()];
         let mut read = vec![[false; 3]; n_owned];
         for t in 0..n_tokens {
             let x = &self.x[t * n_embd..][..n_embd];
@@ -204,6 +232,7 @@ impl Case {
                     read[r][k] |= is_read;
                 }
                 counters[3] += u64::from(h != 0.0);
+                counters[8 + self.owned.ids()[r].index()] += u64::from(h != 0.0);
                 for i in 0..n_embd {
                     let term = f64::from(h) * f64::from(down[r][i]);
                     want_y[i] += term;
@@ -244,14 +273,16 @@ fn neurons_are_the_formula_of_the_model_in_every_form() {
                 case.skip_zeros,
                 n_tokens
             );
-            let list = case.run(false, false);
+            let list = case.run(List, false);
             case.check(&list, &format!("list, {what}"));
-            let tile = case.run(true, false);
+            let tile = case.run(Tile, false);
             case.check(&tile, &format!("tile, {what}"));
             assert_eq!(list.hidden, tile.hidden, "{what}");
+            case.check(&case.run(Matmul, false), &format!("matmul, {what}"));
             if case.gating != Gating::None {
-                assert_eq!(case.run(false, true), list, "gate apart, list, {what}");
-                assert_eq!(case.run(true, true), tile, "gate apart, tile, {what}");
+                assert_eq!(case.run(List, true), list, "gate apart, list, {what}");
+                assert_eq!(case.run(Tile, true), tile, "gate apart, tile, {what}");
+                case.check(&case.run(Matmul, true), &format!("gate apart, matmul, {what}"));
             }
         }
     }
@@ -268,9 +299,9 @@ fn zeros_that_are_skipped_change_no_bit() {
         (case.activation, case.gating) = (Activation::Relu, Gating::Gate);
         let runs = [true, false].map(|skip_zeros| {
             case.skip_zeros = skip_zeros;
-            [case.run(false, false), case.run(true, false)]
+            [List, Tile, Matmul].map(|form| case.run(form, false))
         });
-        for form in 0..2 {
+        for form in 0..3 {
             assert_eq!(runs[0][form].y, runs[1][form].y, "{ty}");
             assert!(runs[0][form].counters[1] < runs[1][form].counters[1], "{ty}");
         }
@@ -295,6 +326,32 @@ fn wide_rows_take_several_blocks_and_long_lists_several_looks() {
     );
     (case.up_bias, case.x, case.chunk_rows) = (None, random.floats(2 * n_embd), 290);
     (case.activation, case.gating, case.skip_zeros) = (Activation::Relu, Gating::Gate, true);
-    case.check(&case.run(false, false), "list");
-    case.check(&case.run(true, false), "tile");
+    for form in [List, Tile, Matmul] {
+        case.check(&case.run(form, false), &format!("{form:?}"));
+    }
+}
+
+#[test]
+fn a_token_in_a_prompt_has_the_bits_that_it_has_beside_others() {
+    if !can_run() {
+        return;
+    }
+    let mut random = Random(4);
+    for (i, ty) in TYPES.into_iter().enumerate() {
+        let n_tokens = 70;
+        let mut case = Case::random(&mut random, ty, TYPES[(i + 3) % 7], n_tokens);
+        let whole = case.run(Matmul, false);
+        case.check(&whole, &format!("{ty}, {n_tokens} tokens"));
+        // The same from token 33 on.
+        let (first, n_embd, n_owned) = (33, case.n_embd(), case.owned.len());
+        let mut rest = ActiveBatch::default();
+        rest.reset(n_tokens - first, case.owned.n_ff());
+        let words = case.owned.n_ff().div_ceil(64);
+        rest.words_mut().copy_from_slice(&case.active.words()[first * words..]);
+        case.active = rest;
+        case.x.drain(..first * n_embd);
+        let part = case.run(Matmul, false);
+        assert_eq!(part.hidden, whole.hidden[first * n_owned..], "{ty}");
+        assert_eq!(part.y, whole.y[first * n_embd..], "{ty}");
+    }
 }

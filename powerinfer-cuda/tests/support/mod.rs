@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use powerinfer_cuda::gpu::{Arg, Buffer, Gpu, HostId, Kernel, TYPES, View};
+use powerinfer_cuda::gpu::{Arg, Buffer, Gpu, GraphId, HostId, Kernel, TYPES, View};
 use powerinfer_cuda::{CudaBackend, CudaKvType, CudaOptions};
 use powerinfer_cuda_emulator as emulator;
 use powerinfer_sparse_ops::{BackendError, ModelSpec, WeightType};
@@ -36,13 +36,21 @@ pub(crate) struct EmulatedGpu {
     host: Vec<Vec<u8>>,
     names: Vec<String>,
     seed: u64,
+    granule: u64,
     /// Work that is not done yet, where the device is late.
     queue: Vec<Work>,
     is_late: bool,
+    /// Launches that are being kept.
+    recording: Option<Vec<Work>>,
+    graphs: Vec<Option<Vec<Work>>>,
+    refuses_graphs: bool,
+    /// Graphs made, run and forgotten.
+    pub(crate) n_graphs: Arc<[AtomicU64; 3]>,
     /// Heap allocations that are the emulator's.
     own_allocs: Arc<AtomicU64>,
 }
 
+#[derive(Clone)]
 enum Work {
     Upload(HostId, Range<usize>, u64),
     Download(u64, usize, HostId, usize),
@@ -56,11 +64,37 @@ impl EmulatedGpu {
         let modules = std::iter::once(None).chain(TYPES.map(Some));
         let names = modules.flat_map(Kernel::of).map(Kernel::name).collect();
         let memory = emulator::Memory::new(MEMORY_BYTES);
-        Self { memory, host: Vec::new(), names, seed, queue: Vec::new(), is_late, own_allocs }
+        Self {
+            memory,
+            host: Vec::new(),
+            names,
+            seed,
+            granule: 256,
+            queue: Vec::new(),
+            is_late,
+            recording: None,
+            graphs: Vec::new(),
+            refuses_graphs: false,
+            n_graphs: Arc::default(),
+            own_allocs,
+        }
+    }
+
+    /// A device that hands out memory in multiples of so many bytes.
+    pub(crate) fn with_granule(self, granule: u64) -> Self {
+        Self { granule, ..self }
+    }
+
+    /// A device that keeps no launches.
+    pub(crate) fn without_graphs(self) -> Self {
+        Self { refuses_graphs: true, ..self }
     }
 
     fn work(&mut self, work: Work) {
-        if self.is_late {
+        if let Some(recording) = &mut self.recording {
+            assert!(matches!(work, Work::Launch(..)), "a graph has launches only");
+            recording.push(work);
+        } else if self.is_late {
             self.queue.push(work);
         } else {
             self.run(work);
@@ -88,6 +122,7 @@ impl EmulatedGpu {
     }
 
     fn catch_up(&mut self) {
+        assert!(self.recording.is_none(), "nothing but launches until the end of the graph");
         for work in std::mem::take(&mut self.queue) {
             self.run(work);
         }
@@ -109,6 +144,10 @@ impl Gpu for EmulatedGpu {
 
     fn memory(&self) -> (u64, u64) {
         (MEMORY_BYTES - self.memory.used_bytes(), MEMORY_BYTES)
+    }
+
+    fn granule(&self) -> u64 {
+        self.granule
     }
 
     fn alloc(&mut self, n_bytes: usize) -> Result<u64, BackendError> {
@@ -180,6 +219,44 @@ impl Gpu for EmulatedGpu {
         });
     }
 
+    fn begin_graph(&mut self) -> Result<(), BackendError> {
+        if self.refuses_graphs {
+            return Err(BackendError::Unavailable {
+                backend: "emulator".into(),
+                reason: "it was told so".into(),
+            });
+        }
+        assert!(self.recording.replace(Vec::new()).is_none(), "one graph at a time");
+        Ok(())
+    }
+
+    fn end_graph(&mut self) -> Result<GraphId, BackendError> {
+        self.n_graphs[0].fetch_add(1, Ordering::SeqCst);
+        self.apart(|gpu| {
+            let recorded = gpu.recording.take().expect("a graph was begun");
+            assert!(!recorded.is_empty());
+            gpu.graphs.push(Some(recorded));
+            Ok(GraphId(gpu.graphs.len() - 1))
+        })
+    }
+
+    #[expect(unsafe_code, reason = "an unsafe function of the trait")]
+    unsafe fn run_graph(&mut self, id: GraphId) {
+        self.n_graphs[1].fetch_add(1, Ordering::SeqCst);
+        self.apart(|gpu| {
+            assert!(gpu.recording.is_none());
+            for work in gpu.graphs[id.0].clone().expect("the graph is known") {
+                gpu.work(work);
+            }
+        });
+    }
+
+    fn free_graph(&mut self, id: GraphId) {
+        self.n_graphs[2].fetch_add(1, Ordering::SeqCst);
+        self.apart(Self::catch_up);
+        self.graphs[id.0].take().expect("a graph is forgotten once");
+    }
+
     fn synchronize(&mut self) {
         self.catch_up();
     }
@@ -197,6 +274,6 @@ pub(crate) fn backend_with(
     gpu: EmulatedGpu,
     memory_limit: Option<u64>,
 ) -> Result<CudaBackend, BackendError> {
-    let options = CudaOptions { device: 0, memory_limit, kv_type };
+    let options = CudaOptions { memory_limit, kv_type, ..CudaOptions::default() };
     CudaBackend::with_gpu(Arc::clone(spec), Box::new(gpu), options)
 }
