@@ -791,6 +791,18 @@ mod tests {
             }
         }
 
+        /// The same for any byte, which most often breaks the directory of the archive.
+        #[test]
+        fn changed_archives_give_an_error_or_counts(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)) {
+            let mut bytes = archive("a", &counts(1)).unwrap();
+            for (at, byte) in changes {
+                *at.get_mut(&mut bytes) = byte;
+            }
+            if let Ok(counts) = counts_of(&bytes) {
+                prop_assert!(counts.len() <= bytes.len());
+            }
+        }
+
         /// The same for the pickle alone, which no checksum guards then.
         #[test]
         fn changed_pickles_give_an_error_or_counts(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)) {
