@@ -214,6 +214,7 @@ fn no_placement_of_a_small_model_is_more_than_a_hundredth_better_than_the_gap_sa
             n_vocab: 16,
             head_bytes: 0,
             predictor_step_bytes: 16,
+            counter_bytes: 0,
             layers: (0..3).map(|_| layer(&mut random)).collect(),
         };
         let by_layer: Vec<Vec<f32>> = (0..3)

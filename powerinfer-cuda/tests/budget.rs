@@ -8,7 +8,9 @@ mod support;
 
 use std::sync::Arc;
 
-use powerinfer_core::placement::{Accelerator, Bandwidth, Budget, Host, PlanOptions, Statistics};
+use powerinfer_core::placement::{
+    Accelerator, AdaptiveOptions, Bandwidth, Budget, Host, PlanOptions, Statistics,
+};
 use powerinfer_core::{Device, LoadOptions, MakeBackend, Model, SessionOptions, TokenId};
 use powerinfer_cuda::CudaKvType;
 use powerinfer_sparse_ops::HybridBackend;
@@ -61,7 +63,10 @@ fn a_plan_holds_all_that_the_backend_allocates() {
         ] {
             let value_bytes = if kv == CudaKvType::F32 { 4 } else { 2 };
             let plan = |budget, granule| plan_for(budget, n_ctx, granule, value_bytes, n_seq);
-            let options = |plan| LoadOptions { plan: Some(plan), n_batch, ..LoadOptions::default() };
+            // Neurons that move are counted, in memory of the device.
+            let adaptive = (n_batch > 8).then(AdaptiveOptions::default);
+            let options =
+                |plan| LoadOptions { plan: Some(plan), n_batch, adaptive, ..LoadOptions::default() };
             let step =
                 Model::plan(&file().model(), None, &options(plan(u64::MAX, 256))).expect("it is planned");
             let step = step.expect("it is asked for").0.devices[0].bytes.steps;
@@ -81,6 +86,8 @@ fn a_plan_holds_all_that_the_backend_allocates() {
                     let device = limited(on.bytes.total(), granule, kv);
                     let options = LoadOptions { accelerators: vec![device], ..options };
                     let model = file().load_with(&options).unwrap_or_else(|e| panic!("{what}: {e}"));
+                    let is_counted = !model.notes().iter().any(|(_, line)| line.contains("no neurons move"));
+                    assert!(is_counted, "{what}: {:?}", model.notes());
                     let how = SessionOptions { n_ctx: Some(n_ctx), ..SessionOptions::default() };
                     let prompt = vec![TokenId(5); n_batch.min(n_ctx - 1)];
                     let mut sessions: Vec<_> = (0..n_seq)

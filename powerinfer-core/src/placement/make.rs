@@ -40,6 +40,9 @@ impl Planning<'_> {
         if !how.neurons {
             shape.keep_neurons("no neurons are to leave it");
         }
+        if self.options.adaptive.is_some() {
+            shape.count();
+        }
         let fingerprint = crate::calibration::fingerprint(self.file);
         let rates = self.rates(&shape, &fingerprint, notes)?;
         let Some(path) = &how.saved else { return self.new_plan(&shape, &rates, notes).map(|new| new.0) };

@@ -323,7 +323,7 @@ impl Planner<'_> {
     /// Bytes that steps work in on a device.
     fn step_bytes(&self, device: usize) -> u64 {
         let PlanRequest { shape, n_batch, n_ctx, devices, .. } = self.request;
-        let buffers = [shape.constant_bytes(), shape.step_bytes(n_batch, n_ctx)];
+        let buffers = [shape.constant_bytes(), shape.counter_bytes, shape.step_bytes(n_batch, n_ctx)];
         buffers.map(|n| devices[device].buffer(n)).into_iter().fold(0, u64::saturating_add)
     }
 

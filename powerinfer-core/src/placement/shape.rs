@@ -25,6 +25,8 @@ pub struct ModelShape {
     pub head_bytes: u64,
     /// Bytes that the predictor of a layer works in for a token, at most.
     pub predictor_step_bytes: u64,
+    /// Bytes of counters of what fires, on each device; 0 unless neurons move while the model runs.
+    pub counter_bytes: u64,
     /// The layers.
     pub layers: Vec<LayerShape>,
 }
@@ -129,8 +131,14 @@ impl ModelShape {
             n_vocab: spec.n_vocab,
             head_bytes,
             predictor_step_bytes: predictors.iter().flatten().map(predictor_step_bytes).max().unwrap_or(0),
+            counter_bytes: 0,
             layers: layers.collect(),
         }
+    }
+
+    /// Makes room for counters of what fires.
+    pub(crate) fn count(&mut self) {
+        self.counter_bytes = self.layers.iter().map(|layer| allocated(8 * layer.n_ff as u64)).sum();
     }
 
     /// Leaves all neurons on the host.
@@ -175,6 +183,7 @@ impl ModelShape {
             n_vocab,
             head_bytes: allocated(bytes(n_embd * n_vocab)),
             predictor_step_bytes: 4 * rank.ceil() as u64,
+            counter_bytes: 0,
             layers: vec![layer; n_layer],
         }
     }
