@@ -9,7 +9,7 @@ use crate::rows::Rows;
 
 /// Weight rows of a piece of work: 32 rows of 4096 F16 weights are 256 KiB, so that a piece stays in the second
 /// level cache while the batch passes by, and handing it out costs little beside it.
-const ROWS: usize = 32;
+const ROWS: usize = 64;
 
 /// Vectors that pass by together: 16 of 4096 f32 are 256 KiB, which stay in the cache while the rows of a piece
 /// pass by.

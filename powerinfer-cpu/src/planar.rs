@@ -56,6 +56,7 @@ impl Planar {
     }
 
     /// Bytes of the integers of a row.
+    #[inline(always)]
     pub(crate) fn quant_bytes(self, n_cols: usize) -> usize {
         match self {
             Self::Q8_0 => n_cols,
@@ -107,6 +108,30 @@ pub(crate) struct PlanarRow<'a> {
     pub(crate) scales: &'a [u16],
     /// f16 bits, `[n_cols / 32]`; Q4_1 only, otherwise empty.
     pub(crate) mins: &'a [u16],
+}
+
+/// Rows of a matrix.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PlanarRows<'a> {
+    pub(crate) kind: Planar,
+    /// From the first row on.
+    pub(crate) bytes: &'a [u8],
+    /// Bytes from row to row.
+    pub(crate) stride: usize,
+    pub(crate) n_cols: usize,
+}
+
+impl<'a> PlanarRows<'a> {
+    /// Inlined, as is what it calls: this runs for each row of weights, and a row handed over in memory takes longer than
+    /// a tenth of its product.
+    #[inline(always)]
+    pub(crate) fn row(&self, row: usize) -> PlanarRow<'a> {
+        let n_blocks = self.n_cols / BLOCK;
+        let (quants, rest) = self.bytes[row * self.stride..].split_at(self.kind.quant_bytes(self.n_cols));
+        let n_mins = if self.kind == Planar::Q4_1 { n_blocks } else { 0 };
+        let (scales, mins) = bytemuck::cast_slice(&rest[..2 * (n_blocks + n_mins)]).split_at(n_blocks);
+        PlanarRow { quants, scales, mins }
+    }
 }
 
 impl PlanarRow<'_> {
