@@ -122,14 +122,30 @@ pub(crate) struct PlanarRows<'a> {
 }
 
 impl<'a> PlanarRows<'a> {
+    /// Bytes of a row.
+    #[inline(always)]
+    pub(crate) fn row_bytes(&self) -> usize {
+        let n_f16 = if self.kind == Planar::Q4_1 { 2 } else { 1 };
+        self.kind.quant_bytes(self.n_cols) + 2 * n_f16 * (self.n_cols / BLOCK)
+    }
+
+    #[inline(always)]
+    pub(crate) fn bytes(&self, row: usize) -> &'a [u8] {
+        &self.bytes[row * self.stride..][..self.row_bytes()]
+    }
+
     /// Inlined, as is what it calls: this runs for each row of weights, and a row handed over in memory takes longer than
     /// a tenth of its product.
     #[inline(always)]
     pub(crate) fn row(&self, row: usize) -> PlanarRow<'a> {
-        let n_blocks = self.n_cols / BLOCK;
-        let (quants, rest) = self.bytes[row * self.stride..].split_at(self.kind.quant_bytes(self.n_cols));
-        let n_mins = if self.kind == Planar::Q4_1 { n_blocks } else { 0 };
-        let (scales, mins) = bytemuck::cast_slice(&rest[..2 * (n_blocks + n_mins)]).split_at(n_blocks);
+        self.split(self.bytes(row))
+    }
+
+    /// The parts of the bytes of a row.
+    #[inline(always)]
+    pub(crate) fn split<'b>(&self, bytes: &'b [u8]) -> PlanarRow<'b> {
+        let (quants, scales) = bytes.split_at(self.kind.quant_bytes(self.n_cols));
+        let (scales, mins) = bytemuck::cast_slice(scales).split_at(self.n_cols / BLOCK);
         PlanarRow { quants, scales, mins }
     }
 }

@@ -16,6 +16,7 @@ use crate::level::CpuLevel;
 use crate::planar::{Planar, PlanarRow};
 use crate::rows::Rows;
 
+mod asks;
 pub(crate) mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -27,6 +28,7 @@ pub(crate) mod gemm;
 mod neon;
 mod scalar;
 
+pub(crate) use asks::Asks;
 pub(crate) use gate_copy::{GATE_TILE, GateToken, gate_word};
 
 /// Vectors that a row is multiplied with at once. Four sums with two parts each, the weights and the scale fill
@@ -85,6 +87,33 @@ pub(crate) fn dot_list(level: CpuLevel, w: &Rows, list: &[u32], x: &Input<'_>, o
         let at = at * LIST_BAND;
         let row = |i: usize| list[at + i] as usize;
         dot_band(level, w, row, |i| list.get(at + i + LIST_BAND).map(|&row| row as usize), x, out);
+    }
+}
+
+/// As [`dot_list`]; asks the memory for a row of `asks` with each row that is computed.
+pub(crate) fn dot_list_asking<const N: usize>(
+    level: CpuLevel,
+    w: &Rows,
+    list: &[u32],
+    x: &Input<'_>,
+    out: &mut [f32],
+    asks: &mut Asks<'_, N>,
+) {
+    let out = &mut out[..list.len()];
+    #[cfg(target_arch = "x86_64")]
+    if let (CpuLevel::Avx512(level), Some(kind)) = (level, Planar::of(w.ty())) {
+        let [x] = x.x8s([0]);
+        return avx512::int8::dot_list(level, w.planar(kind), list, x, out, asks);
+    }
+    let (groups, rest) = list.as_chunks::<DOT_ROWS>();
+    let (out, out_rest) = out.as_chunks_mut::<DOT_ROWS>();
+    for (group, out) in groups.iter().zip(out) {
+        asks.take::<DOT_ROWS>().into_iter().for_each(prefetch_bytes);
+        *out = dot_group(level, w, group.map(|row| row as usize), [None; DOT_ROWS], x);
+    }
+    for (&row, out) in rest.iter().zip(out_rest) {
+        asks.take::<1>().into_iter().for_each(prefetch_bytes);
+        [*out] = dot_group(level, w, [row as usize], [None], x);
     }
 }
 
@@ -181,19 +210,20 @@ pub(crate) fn worth_asking(w: &Rows, row: usize) -> &[u8] {
 /// Asks the memory for some bytes.
 #[inline]
 fn prefetch_bytes(bytes: &[u8]) {
-    #[cfg(target_arch = "x86_64")]
     bytes.chunks(64).for_each(|line| prefetch_line(line.as_ptr()));
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = bytes;
 }
 
 /// Asks the memory for a cache line.
-#[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn prefetch_line(at: *const u8) {
-    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-    // SAFETY: PREFETCH-ANYWHERE: a prefetch of any address has no effect but on the caches.
-    unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: PREFETCH-ANYWHERE: a prefetch of any address has no effect but on the caches.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
 }
 
 /// Dot products of one row of weights with `T` vectors.

@@ -21,7 +21,7 @@ use std::arch::x86_64::*;
 
 use bytemuck::{Pod, Zeroable};
 
-use super::super::prefetch_line;
+use super::super::{Asks, prefetch_bytes, prefetch_line};
 use super::load::sums;
 use crate::level::Avx512;
 use crate::planar::{Planar, PlanarRow, PlanarRows, PlanarX};
@@ -83,6 +83,26 @@ pub(in crate::kernel) fn dot_band(
 ) {
     // SAFETY: LEVEL-DETECTED.
     unsafe { dot_band_inner(w, row, ahead, x, out) }
+}
+
+/// Dot products of the rows `list` of `w` with a vector; each takes a row of `asks` along,
+/// which the memory is asked for.
+///
+/// # Shapes
+/// As for [`dot`]; `out [list.len()]`.
+///
+/// # Panics
+/// As for [`dot`], or if there is no such row.
+pub(in crate::kernel) fn dot_list<const N: usize>(
+    _: Avx512,
+    w: PlanarRows<'_>,
+    list: &[u32],
+    x: PlanarX<'_>,
+    out: &mut [f32],
+    asks: &mut Asks<'_, N>,
+) {
+    // SAFETY: LEVEL-DETECTED.
+    unsafe { dot_list_inner(w, list, x, out, asks) }
 }
 
 /// Lines of a panel with rows of `n_blocks` blocks.
@@ -194,9 +214,9 @@ const Q4_1: u8 = 2;
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn dot_inner<const T: usize>(kind: Planar, row: PlanarRow<'_>, x: [PlanarX<'_>; T]) -> [f32; T] {
     let [sums] = match kind {
-        Planar::Q8_0 => dot_kind::<1, T, Q8_0, 512>([row], x, [row]),
-        Planar::Q4_0 => dot_kind::<1, T, Q4_0, 256>([row], x, [row]),
-        Planar::Q4_1 => dot_kind::<1, T, Q4_1, 256>([row], x, [row]),
+        Planar::Q8_0 => dot_kind::<1, T, Q8_0, 512>([row], x, |_, _| {}),
+        Planar::Q4_0 => dot_kind::<1, T, Q4_0, 256>([row], x, |_, _| {}),
+        Planar::Q4_1 => dot_kind::<1, T, Q4_1, 256>([row], x, |_, _| {}),
     };
     sums
 }
@@ -226,22 +246,90 @@ fn dot_band_kind<const KIND: u8, const BYTES: usize>(
 ) {
     let quarter = out.len() / 4;
     for i in 0..quarter {
-        let mut rows = [w.row(row(i)); 4];
-        let mut rows_ahead = rows;
+        let (mut rows, mut rows_ahead): (_, [&[u8]; 4]) = ([0; 4], [&[]; 4]);
         for k in 0..4 {
             let place = i + k * quarter;
-            rows[k] = w.row(row(place));
-            rows_ahead[k] = w.row(ahead(place).unwrap_or(row(place)));
+            rows[k] = row(place);
+            if let Some(row) = ahead(place) {
+                rows_ahead[k] = w.bytes(row);
+            }
         }
-        let sums = dot_kind::<4, 1, KIND, BYTES>(rows, [x], rows_ahead);
+        let sums = dot_and_ask::<4, KIND, BYTES>(&w, rows, rows_ahead, x);
         for k in 0..4 {
-            out[i + k * quarter] = sums[k][0];
+            out[i + k * quarter] = sums[k];
         }
     }
     for i in 4 * quarter..out.len() {
-        let row = row(i);
-        let [[sum]] = dot_kind::<1, 1, KIND, BYTES>([w.row(row)], [x], [w.row(ahead(i).unwrap_or(row))]);
-        out[i] = sum;
+        let ahead = ahead(i).map_or(&[][..], |row| w.bytes(row));
+        [out[i]] = dot_and_ask::<1, KIND, BYTES>(&w, [row(i)], [ahead], x);
+    }
+}
+
+/// Products of `rows`; the memory is asked for the bytes `ahead`, which are rows of the same form, but for those that have
+/// another length: they are asked for at once.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn dot_and_ask<const R: usize, const KIND: u8, const BYTES: usize>(
+    w: &PlanarRows<'_>,
+    rows: [usize; R],
+    ahead: [&[u8]; R],
+    x: PlanarX<'_>,
+) -> [f32; R] {
+    let mut planar = [w.row(rows[0]); R];
+    for r in 1..R {
+        planar[r] = w.row(rows[r]);
+    }
+    let mut planar_ahead = planar;
+    for r in 0..R {
+        if ahead[r].len() == w.row_bytes() {
+            planar_ahead[r] = w.split(ahead[r]);
+        } else {
+            prefetch_bytes(ahead[r]);
+        }
+    }
+    let sums = dot_kind::<R, 1, KIND, BYTES>(planar, [x], |r, step| {
+        ask_for_step::<KIND, BYTES>(&planar_ahead[r], step);
+    });
+    let mut out = [0.0; R];
+    for r in 0..R {
+        out[r] = sums[r][0];
+    }
+    out
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn dot_list_inner<const N: usize>(
+    w: PlanarRows<'_>,
+    list: &[u32],
+    x: PlanarX<'_>,
+    out: &mut [f32],
+    asks: &mut Asks<'_, N>,
+) {
+    match w.kind {
+        Planar::Q8_0 => dot_list_kind::<Q8_0, 512, N>(&w, list, x, out, asks),
+        Planar::Q4_0 => dot_list_kind::<Q4_0, 256, N>(&w, list, x, out, asks),
+        Planar::Q4_1 => dot_list_kind::<Q4_1, 256, N>(&w, list, x, out, asks),
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn dot_list_kind<const KIND: u8, const BYTES: usize, const N: usize>(
+    w: &PlanarRows<'_>,
+    list: &[u32],
+    x: PlanarX<'_>,
+    out: &mut [f32],
+    asks: &mut Asks<'_, N>,
+) {
+    let (groups, rest) = list.as_chunks::<4>();
+    let (out, out_rest) = out.as_chunks_mut::<4>();
+    for (group, out) in groups.iter().zip(out) {
+        let mut rows = [0; 4];
+        for r in 0..4 {
+            rows[r] = group[r] as usize;
+        }
+        *out = dot_and_ask::<4, KIND, BYTES>(w, rows, asks.take(), x);
+    }
+    for (&row, out) in rest.iter().zip(out_rest) {
+        [*out] = dot_and_ask::<1, KIND, BYTES>(w, [row as usize], asks.take(), x);
     }
 }
 
@@ -266,13 +354,13 @@ impl<'a, const T: usize> Steps<'a, T> {
     }
 }
 
-/// `BYTES`: those of the integers of 16 blocks.
+/// `BYTES`: those of the integers of 16 blocks. `at_step(r, step)` is called before each.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
 fn dot_kind<const R: usize, const T: usize, const KIND: u8, const BYTES: usize>(
     rows: [PlanarRow<'_>; R],
     x: [PlanarX<'_>; T],
-    ahead: [PlanarRow<'_>; R],
+    mut at_step: impl FnMut(usize, usize),
 ) -> [[f32; T]; R] {
     let n_blocks = rows[0].scales.len();
     let whole = n_blocks / 16;
@@ -290,7 +378,7 @@ fn dot_kind<const R: usize, const T: usize, const KIND: u8, const BYTES: usize>(
     let mut acc = [[_mm512_setzero_ps(); T]; R];
     for i in 0..whole {
         for r in 0..R {
-            ask_for_step::<KIND, BYTES>(&ahead[r], i);
+            at_step(r, i);
             let lines = quants[r][i].as_chunks::<64>().0;
             let group = |g: usize| {
                 if KIND == Q8_0 {
@@ -305,7 +393,7 @@ fn dot_kind<const R: usize, const T: usize, const KIND: u8, const BYTES: usize>(
     }
     if !n_blocks.is_multiple_of(16) {
         for r in 0..R {
-            ask_for_step::<KIND, BYTES>(&ahead[r], whole);
+            at_step(r, whole);
             let rest = &rows[r].quants[whole * BYTES..];
             let scales = rows[r].scales.as_chunks::<16>().1;
             let group = |g: usize| {
