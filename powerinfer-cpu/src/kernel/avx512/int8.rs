@@ -366,7 +366,8 @@ fn dot_kind<const R: usize, const T: usize, const KIND: u8, const BYTES: usize>(
     let whole = n_blocks / 16;
     let x = Steps::new(x, n_blocks.div_ceil(16));
     let mut quants: [&[[u8; BYTES]]; R] = [&[]; R];
-    let (mut scales, mut mins): ([&[[u16; 16]]; R], [&[[u16; 16]]; R]) = ([&[]; R], [&[]; R]);
+    let mut scales: [&[[u16; 16]]; R] = [&[]; R];
+    let mut mins = scales;
     for r in 0..R {
         assert_eq!(rows[r].scales.len(), n_blocks, "blocks of rows");
         quants[r] = &rows[r].quants.as_chunks().0[..whole];
