@@ -1,6 +1,6 @@
 //! Weights as the kernels read them, in memory of their own.
 //!
-//! [`Planner`] is told which matrices there are and where each belongs; [`Plan::fill`] then makes one block of
+//! [`Planner`] is told which matrices there are and where each belongs; [`Planner::fill`] then makes one block of
 //! memory and lays them out in it. Rows of Q8_0, Q4_0 and Q4_1 are taken apart ([`planar`](crate::planar)), others
 //! are copied as they are. Neurons may be bundled: the rows of several matrices that belong to one neuron lie one
 //! after the other. What has been copied is released where it came from, so that there is one copy of the weights.
