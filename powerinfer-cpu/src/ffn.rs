@@ -28,7 +28,7 @@ use powerinfer_sparse_ops::{
 use crate::certificate::{Certificate, CertifiedBuffers, CertifiedInput};
 use crate::input::{Forms, Input, InputBuffers};
 use crate::kernel::gemm;
-use crate::kernel::{AXPY_ROWS, axpy, axpy_scaled, dot_list, dot_rows, worth_asking};
+use crate::kernel::{AXPY_ROWS, Asks, axpy, axpy_scaled, dot_list, dot_list_asking, dot_rows, worth_asking};
 use crate::level::CpuLevel;
 use crate::matmul::{Cpu, matmul};
 use crate::ops::add;
@@ -49,6 +49,13 @@ const REDUCE_COLUMNS: usize = 512;
 /// Neurons of a list: enough that the memory can be asked for the next rows while these are computed, few enough for
 /// the stack.
 const LIST: usize = 128;
+
+/// Neurons of a list whose rows are computed together: few enough that their rows and those of the next ones stay in the
+/// caches, enough that asking the memory for them can be spread.
+const FLOW: usize = 16;
+
+/// Slices that are asked for at a time: up and down rows of as many neurons, and as many first rows.
+type FlowAsks<'a> = Asks<'a, { 3 * FLOW }>;
 
 const GATE: u8 = 1;
 const UP: u8 = 2;
@@ -567,19 +574,31 @@ impl LayerStep<'_> {
         let n_blocks = self.layer.n_ff().div_ceil(BLOCK);
         let n_chunks = CHUNKS.min(n_blocks);
         let sums = &mut sums[..n_chunks * out.len()];
-        pool.run_pieces(sums, out.len(), |chunk, sum| {
-            sum.fill(0.0);
-            let mut blocks = (chunk..n_blocks).step_by(CHUNKS).peekable();
-            let mut list = List::default();
-            while blocks.peek().is_some() {
-                list.n = 0;
-                while let Some(block) = blocks.next_if(|_| list.n + BLOCK <= LIST) {
-                    list.push(block, self.wanted_by_one(block));
-                }
-                self.compute(&mut list);
-                self.add_list(&list, sum);
+        match &self.layer.down {
+            Down::ByNeuron(down) => {
+                // Where one piece ends and the next begins, the stages of the flow do not overlap.
+                let n_pieces = if pool.n_threads() == 1 { 1 } else { 8 * pool.n_threads() };
+                let n = n_chunks.div_ceil(n_pieces);
+                pool.run_pieces(sums, n * out.len(), |piece, sums| {
+                    let chunks = piece * n..n_chunks.min((piece + 1) * n);
+                    self.flow(chunks, n_chunks, down, sums);
+                });
             }
-        });
+            Down::Relaid(down) => pool.run_pieces(sums, out.len(), |chunk, sum| {
+                sum.fill(0.0);
+                let mut blocks = (chunk..n_blocks).step_by(CHUNKS).peekable();
+                let mut list = List::default();
+                while blocks.peek().is_some() {
+                    list.n = 0;
+                    while let Some(block) = blocks.next_if(|_| list.n + BLOCK <= LIST) {
+                        list.push(block, self.wanted_by_one(block));
+                    }
+                    self.compute(&mut list);
+                    self.add_relaid(&list, down, sum);
+                }
+            }),
+            Down::ByOutput(_) => unreachable!("products by output take the whole hidden vector"),
+        }
         add_chunks(pool, sums, n_chunks, out);
     }
 
@@ -626,6 +645,113 @@ impl LayerStep<'_> {
         count(&self.counts.fired, n_fired);
     }
 
+    /// Computes the neurons of some chunks for the only row, and their sums. Some neurons at a time go through three
+    /// stages: first rows (the gates, if there are any), then up rows of those that are not silent, then down rows. While
+    /// the stages of some are computed, the memory is asked for the rows of the next:
+    ///
+    /// ```text
+    /// computed      first(0)   first(1) up(0) down(0)        first(2) up(1) down(1)        first(3) …
+    /// asked for                up(0) down(0) first(2)        up(1) down(1) first(3)        …
+    /// ```
+    ///
+    /// Every row is asked for once and computed once, so each that is computed takes one along.
+    ///
+    /// # Shapes
+    /// `sums [chunks.len(), n_embd]`.
+    fn flow(&self, chunks: Range<usize>, n_chunks: usize, down: &Rows, sums: &mut [f32]) {
+        sums.fill(0.0);
+        let w = self.layer;
+        let n_embd = self.spec.n_embd;
+        let first = w.gate.as_ref().unwrap_or(&w.up);
+        // Those behind the piece are what this thread computes next, as a rule. Of those that have a certificate, most
+        // are not read.
+        let end = if self.certified.is_some() { chunks.end } else { n_chunks };
+        let mut stream = Stream::new(self, chunks.start..end);
+        let mut soon = [stream.next(), stream.next()];
+        let mut asks = FlowAsks::default();
+        let first_row = |&neuron: &u32| worth_asking(first, neuron as usize);
+        soon.iter()
+            .for_each(|some| some.kept.neurons().iter().for_each(|neuron| asks.push(first_row(neuron))));
+        let (mut last, mut downs) = (SomeOf::default(), Kept::default());
+        last.chunk = chunks.start;
+        loop {
+            soon.swap(0, 1);
+            let now = std::mem::take(&mut soon[1]);
+            let goes_on = now.kept.n > 0 && now.chunk < chunks.end;
+            let mut kept = Kept::default();
+            if goes_on {
+                let some = now.kept.neurons();
+                soon[1] = stream.next();
+                if self.certified.is_none() {
+                    count(&self.counts.active, some.len());
+                }
+                count(if w.gate.is_some() { &self.counts.gate } else { &self.counts.up }, some.len());
+                let mut values = [0.0; FLOW];
+                dot_list_asking(self.level, first, some, &self.x, &mut values, &mut asks);
+                for (&neuron, &value) in some.iter().zip(&values) {
+                    let value = if w.gate.is_some() { self.spec.activation.apply(value) } else { value };
+                    kept.push(neuron, value, w.gate.is_none() || !self.skip || value != 0.0);
+                }
+            }
+            asks.finish();
+            if w.gate.is_some() {
+                kept.neurons().iter().for_each(|&n| asks.push(worth_asking(&w.up, n as usize)));
+            }
+            kept.neurons().iter().for_each(|&n| asks.push(worth_asking(down, n as usize)));
+            if goes_on {
+                soon[1].kept.neurons().iter().for_each(|neuron| asks.push(first_row(neuron)));
+            }
+            self.hidden_of_some(&last.kept, &mut downs, &mut asks);
+            let sum = &mut sums[(last.chunk - chunks.start) * n_embd..][..n_embd];
+            self.add_some(&mut downs, !goes_on || now.chunk != last.chunk, down, &mut asks, sum);
+            if !goes_on {
+                return;
+            }
+            last = SomeOf { chunk: now.chunk, kept };
+        }
+    }
+
+    /// Appends neurons whose gates are known, with their hidden values, to `downs`, but for those that are silent.
+    fn hidden_of_some(&self, some: &Kept, downs: &mut Kept, asks: &mut FlowAsks<'_>) {
+        let w = self.layer;
+        let (mut gates, mut ups) = ([1.0; Kept::ROOM], some.values);
+        if w.gate.is_some() {
+            gates = some.values;
+            count(&self.counts.up, some.n);
+            dot_list_asking(self.level, &w.up, some.neurons(), &self.x, &mut ups, asks);
+        }
+        let dense = self.input.mode == ActiveMode::Dense;
+        let (before, mut n_fired) = (downs.n, 0);
+        for (i, &neuron) in some.neurons().iter().enumerate() {
+            let value = self.hidden_value(neuron as usize, gates[i], ups[i]);
+            n_fired += usize::from(value != 0.0);
+            w.note(neuron as usize, value);
+            downs.push(neuron, value, dense || value != 0.0);
+        }
+        count(&self.counts.fired, n_fired);
+        count(&self.counts.down, downs.n - before);
+    }
+
+    /// `sum += value · down row` for neurons in order, as many as go together, or all; the others stay.
+    fn add_some(&self, some: &mut Kept, all: bool, down: &Rows, asks: &mut FlowAsks<'_>, sum: &mut [f32]) {
+        let row = |&neuron: &u32| down.bytes(neuron as usize);
+        let (groups, rest) = some.neurons().as_chunks::<AXPY_ROWS>();
+        for (group, values) in groups.iter().zip(some.values.as_chunks().0) {
+            axpy(self.level, down.ty(), *values, group.each_ref().map(row), sum, asks.take());
+        }
+        let added = some.n - rest.len();
+        if all {
+            for (neuron, &value) in rest.iter().zip(&some.values[added..]) {
+                axpy(self.level, down.ty(), [value], [row(neuron)], sum, asks.take());
+            }
+            some.n = 0;
+        } else {
+            some.neurons.copy_within(added..some.n, 0);
+            some.values.copy_within(added..some.n, 0);
+            some.n -= added;
+        }
+    }
+
     fn hidden_value(&self, neuron: usize, gate: f32, up: f32) -> f32 {
         let up = self.layer.up_bias.as_ref().map_or(up, |b| up + b[neuron]);
         match self.spec.gating {
@@ -636,37 +762,20 @@ impl LayerStep<'_> {
     }
 
     /// `sum += values · down rows` of a list, in order.
-    fn add_list(&self, list: &List, sum: &mut [f32]) {
+    fn add_relaid(&self, list: &List, down: &RelaidDown, sum: &mut [f32]) {
         count(&self.counts.down, list.n);
-        match &self.layer.down {
-            Down::ByNeuron(down) => {
-                let row = |&neuron: &u32| down.bytes(neuron as usize);
-                let (groups, rest) = list.neurons().as_chunks::<AXPY_ROWS>();
-                for (i, (group, values)) in groups.iter().zip(list.values.as_chunks().0).enumerate() {
-                    let next = groups.get(i + 1).map_or([&[][..]; AXPY_ROWS], |next| {
-                        next.each_ref().map(|&neuron| worth_asking(down, neuron as usize))
-                    });
-                    axpy(self.level, down.ty(), *values, group.each_ref().map(row), sum, next);
-                }
-                for (neuron, &value) in rest.iter().zip(&list.values[list.n - rest.len()..]) {
-                    axpy(self.level, down.ty(), [value], [row(neuron)], sum, [&[]]);
-                }
+        let block_of = |neuron: u32| neuron as usize / BLOCK;
+        let mut values = &list.values[..list.n];
+        for neurons in list.neurons().chunk_by(|a, b| block_of(*a) == block_of(*b)) {
+            let (these, rest) = values.split_at(neurons.len());
+            values = rest;
+            let mut terms = [(0, 0.0); BLOCK];
+            for (term, (&neuron, &value)) in terms.iter_mut().zip(neurons.iter().zip(these)) {
+                *term = (neuron as usize % BLOCK, value);
+                self.mark(neuron as usize, DOWN);
             }
-            Down::Relaid(_) => {
-                let block_of = |neuron: u32| neuron as usize / BLOCK;
-                let mut values = &list.values[..list.n];
-                for block in list.neurons().chunk_by(|a, b| block_of(*a) == block_of(*b)) {
-                    let (these, rest) = values.split_at(block.len());
-                    values = rest;
-                    let mut terms = [(0, 0.0); BLOCK];
-                    for (term, (&neuron, &value)) in terms.iter_mut().zip(block.iter().zip(these)) {
-                        *term = (neuron as usize % BLOCK, value);
-                        self.mark(neuron as usize, DOWN);
-                    }
-                    self.add_terms(block_of(block[0]), &terms[..block.len()], sum);
-                }
-            }
-            Down::ByOutput(_) => unreachable!("products by output take the whole hidden vector"),
+            let (scales, rows) = down.block(block_of(neurons[0]));
+            axpy_scaled(self.level, &terms[..neurons.len()], scales, rows, sum);
         }
     }
 
@@ -839,6 +948,85 @@ impl List {
             self.neurons[self.n] = (block * BLOCK + bit) as u32;
             self.n += 1;
         }
+    }
+}
+
+/// Some neurons of a chunk; none after the last.
+#[derive(Default)]
+struct SomeOf {
+    chunk: usize,
+    kept: Kept,
+}
+
+/// The neurons that the only row wants of some chunks, some at a time.
+struct Stream<'a> {
+    step: &'a LayerStep<'a>,
+    chunks: Range<usize>,
+    /// Next block of the first chunk.
+    block: usize,
+    /// Neurons of the first chunk that are left.
+    list: List,
+    at: usize,
+}
+
+impl<'a> Stream<'a> {
+    fn new(step: &'a LayerStep<'a>, chunks: Range<usize>) -> Self {
+        Self { step, block: chunks.start, chunks, list: List::default(), at: 0 }
+    }
+
+    fn next(&mut self) -> SomeOf {
+        while self.at == self.list.n && !self.chunks.is_empty() {
+            self.refill();
+        }
+        let mut some = SomeOf { chunk: self.chunks.start, kept: Kept::default() };
+        for &neuron in self.list.neurons()[self.at..].iter().take(FLOW) {
+            some.kept.push(neuron, 0.0, true);
+        }
+        self.at += some.kept.n;
+        some
+    }
+
+    /// Lists the neurons of the next blocks of the chunk, or goes on to the next chunk.
+    fn refill(&mut self) {
+        let n_blocks = self.step.layer.n_ff().div_ceil(BLOCK);
+        (self.list.n, self.at) = (0, 0);
+        while self.block < n_blocks && self.list.n + BLOCK <= LIST {
+            self.list.push(self.block, self.step.wanted_by_one(self.block));
+            self.block += CHUNKS;
+        }
+        if self.list.n == 0 && self.block >= n_blocks {
+            self.chunks.start += 1;
+            self.block = self.chunks.start;
+        } else if let Some((certificate, x)) = &self.step.certified {
+            count(&self.step.counts.active, self.list.n);
+            count(&self.step.counts.certified, self.list.n);
+            self.list.n = certificate.keep(self.step.level, x, &mut self.list.neurons[..self.list.n]);
+        }
+    }
+}
+
+/// Some neurons, ascending, with a value each.
+#[derive(Default)]
+struct Kept {
+    n: usize,
+    neurons: [u32; Self::ROOM],
+    values: [f32; Self::ROOM],
+}
+
+impl Kept {
+    /// [`FLOW`], those that wait until as many as go together are there, and one that is written before it is known
+    /// whether it is wanted.
+    const ROOM: usize = FLOW + AXPY_ROWS;
+
+    fn neurons(&self) -> &[u32] {
+        &self.neurons[..self.n]
+    }
+
+    /// Appends a neuron if it is `wanted`.
+    fn push(&mut self, neuron: u32, value: f32, wanted: bool) {
+        self.neurons[self.n] = neuron;
+        self.values[self.n] = value;
+        self.n += usize::from(wanted);
     }
 }
 

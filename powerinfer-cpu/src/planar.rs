@@ -56,6 +56,7 @@ impl Planar {
     }
 
     /// Bytes of the integers of a row.
+    #[inline(always)]
     pub(crate) fn quant_bytes(self, n_cols: usize) -> usize {
         match self {
             Self::Q8_0 => n_cols,
@@ -107,6 +108,46 @@ pub(crate) struct PlanarRow<'a> {
     pub(crate) scales: &'a [u16],
     /// f16 bits, `[n_cols / 32]`; Q4_1 only, otherwise empty.
     pub(crate) mins: &'a [u16],
+}
+
+/// Rows of a matrix.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PlanarRows<'a> {
+    pub(crate) kind: Planar,
+    /// From the first row on.
+    pub(crate) bytes: &'a [u8],
+    /// Bytes from row to row.
+    pub(crate) stride: usize,
+    pub(crate) n_cols: usize,
+}
+
+impl<'a> PlanarRows<'a> {
+    /// Bytes of a row.
+    #[inline(always)]
+    pub(crate) fn row_bytes(&self) -> usize {
+        let n_f16 = if self.kind == Planar::Q4_1 { 2 } else { 1 };
+        self.kind.quant_bytes(self.n_cols) + 2 * n_f16 * (self.n_cols / BLOCK)
+    }
+
+    #[inline(always)]
+    pub(crate) fn bytes(&self, row: usize) -> &'a [u8] {
+        &self.bytes[row * self.stride..][..self.row_bytes()]
+    }
+
+    /// Inlined, as is what it calls: this runs for each row of weights, and a row handed over in memory takes longer than
+    /// a tenth of its product.
+    #[inline(always)]
+    pub(crate) fn row(&self, row: usize) -> PlanarRow<'a> {
+        self.split(self.bytes(row))
+    }
+
+    /// The parts of the bytes of a row.
+    #[inline(always)]
+    pub(crate) fn split<'b>(&self, bytes: &'b [u8]) -> PlanarRow<'b> {
+        let (quants, scales) = bytes.split_at(self.kind.quant_bytes(self.n_cols));
+        let (scales, mins) = bytemuck::cast_slice(scales).split_at(self.n_cols / BLOCK);
+        PlanarRow { quants, scales, mins }
+    }
 }
 
 impl PlanarRow<'_> {

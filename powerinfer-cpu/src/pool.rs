@@ -1,6 +1,7 @@
 //! Worker threads that share the chunks of one job after another.
 //!
-//! A job is a closure and a number of chunks. Whoever is free takes the next chunk, so timing decides *who*
+//! A job is a closure and a number of chunks. Each thread begins with a range of them of its own and takes one after the
+//! other, so that what it reads lies together; whoever is done helps with the ranges of others. So timing decides *who*
 //! computes a chunk and never *what* is computed. Starting a job takes one atomic store (and a wake-up for each
 //! worker that went to sleep); there is no lock and no allocation. The caller works too, and waits only for
 //! workers that have entered the job: one that the system has not scheduled yet holds nobody up. Workers that there
@@ -58,12 +59,22 @@ unsafe fn call<F: Fn(usize, usize) + Sync>(data: *const (), chunk: usize, worker
 /// the job, a borrow of its argument, is alive for as long as anyone can call it.
 struct Shared {
     state: AtomicU64,
-    next_chunk: AtomicUsize,
+    /// The next chunk of the range of each thread.
+    next_chunks: Vec<NextChunk>,
     job: UnsafeCell<Job>,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     stop: AtomicBool,
     sleeping: Vec<AtomicBool>,
     n_started: AtomicUsize,
+}
+
+/// On a cache line of its own, since threads write it all the time.
+#[repr(align(64))]
+struct NextChunk(AtomicUsize);
+
+/// The chunks that a thread begins with.
+fn range_of(thread: usize, n_threads: usize, n_chunks: usize) -> Range<usize> {
+    n_chunks * thread / n_threads..n_chunks * (thread + 1) / n_threads
 }
 
 // SAFETY: only `job` is not `Send` and `Sync` by itself. A read could race with a write of it; JOB-CLOSED says
@@ -73,21 +84,26 @@ unsafe impl Sync for Shared {}
 unsafe impl Send for Shared {}
 
 impl Shared {
-    /// Takes chunks until there are none left.
+    /// Takes chunks until there are none left: those of its own range, then those of the ranges behind it.
     fn work(&self, job: Job, worker: usize) {
+        let n_threads = self.next_chunks.len();
         let result = catch_unwind(AssertUnwindSafe(|| {
-            loop {
-                let chunk = self.next_chunk.fetch_add(1, Ordering::Relaxed);
-                if chunk >= job.n_chunks {
-                    return;
+            for i in 0..n_threads {
+                let thread = (worker + i) % n_threads;
+                let end = range_of(thread, n_threads, job.n_chunks).end;
+                let next = &self.next_chunks[thread].0;
+                while next.load(Ordering::Relaxed) < end {
+                    let chunk = next.fetch_add(1, Ordering::Relaxed);
+                    if chunk < end {
+                        // SAFETY: JOB-OUTLIVES-RUN: this thread runs `run` or is counted inside.
+                        unsafe { (job.call)(job.data, chunk, worker) };
+                    }
                 }
-                // SAFETY: JOB-OUTLIVES-RUN: this thread runs `run` or is counted inside.
-                unsafe { (job.call)(job.data, chunk, worker) };
             }
         }));
         if let Err(payload) = result {
             // The rest of the job is not worth doing.
-            self.next_chunk.store(job.n_chunks, Ordering::Relaxed);
+            self.next_chunks.iter().for_each(|next| next.0.store(job.n_chunks, Ordering::Relaxed));
             *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(payload);
         }
     }
@@ -184,7 +200,7 @@ impl Pool {
         let n_cpus = thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let shared = Arc::new(Shared {
             state: AtomicU64::new(0),
-            next_chunk: AtomicUsize::new(0),
+            next_chunks: (0..=n_workers).map(|_| NextChunk(AtomicUsize::new(0))).collect(),
             job: UnsafeCell::new(Job { data: std::ptr::null(), call: call::<fn(usize, usize)>, n_chunks: 0 }),
             panic: Mutex::new(None),
             stop: AtomicBool::new(false),
@@ -230,7 +246,10 @@ impl Pool {
         let job = Job { data: (&raw const f).cast(), call: call::<F>, n_chunks };
         // SAFETY: JOB-CLOSED: `&mut self` excludes another `run`, and the last one left with nobody inside.
         unsafe { *shared.job.get() = job };
-        shared.next_chunk.store(0, Ordering::Relaxed);
+        let n_threads = shared.next_chunks.len();
+        for (thread, next) in shared.next_chunks.iter().enumerate() {
+            next.0.store(range_of(thread, n_threads, n_chunks).start, Ordering::Relaxed);
+        }
         // Epoch 0 is what workers start with.
         self.epoch = self.epoch.wrapping_add(1).max(1);
         shared.state.store(u64::from(self.epoch) << 32 | OPEN, Ordering::SeqCst);

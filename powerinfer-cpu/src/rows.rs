@@ -1,6 +1,6 @@
 //! Weights as the kernels read them, in memory of their own.
 //!
-//! [`Planner`] is told which matrices there are and where each belongs; [`Plan::fill`] then makes one block of
+//! [`Planner`] is told which matrices there are and where each belongs; [`Planner::fill`] then makes one block of
 //! memory and lays them out in it. Rows of Q8_0, Q4_0 and Q4_1 are taken apart ([`planar`](crate::planar)), others
 //! are copied as they are. Neurons may be bundled: the rows of several matrices that belong to one neuron lie one
 //! after the other. What has been copied is released where it came from, so that there is one copy of the weights.
@@ -14,7 +14,7 @@ use sha2::{Digest as _, Sha256};
 use crate::certificate::{self, Certificate, Norms};
 use crate::kernel::{Floats, Row};
 use crate::memory::{Fingerprint, Memory};
-use crate::planar::{Planar, PlanarRow};
+use crate::planar::{Planar, PlanarRows};
 use crate::pool::Pool;
 use crate::relaid::{self, RelaidDown};
 
@@ -74,15 +74,20 @@ impl Rows {
         &self.memory.bytes()[self.place.at + row * self.place.stride..][..self.row_bytes]
     }
 
+    /// The rows of a matrix that is laid out as `kind`.
+    #[inline]
+    pub(crate) fn planar(&self, kind: Planar) -> PlanarRows<'_> {
+        let bytes = &self.memory.bytes()[self.place.at..];
+        PlanarRows { kind, bytes, stride: self.place.stride, n_cols: self.n_cols }
+    }
+
     /// A row for the kernels.
     #[inline]
     pub(crate) fn row(&self, row: usize) -> Row<'_> {
-        let bytes = self.bytes(row);
         if let Some(kind) = Planar::of(self.ty) {
-            let (quants, scales) = bytes.split_at(kind.quant_bytes(self.n_cols));
-            let (scales, mins) = bytemuck::cast_slice(scales).split_at(self.n_cols / crate::planar::BLOCK);
-            return Row::Planar(kind, PlanarRow { quants, scales, mins });
+            return Row::Planar(kind, self.planar(kind).row(row));
         }
+        let bytes = self.bytes(row);
         match Floats::of_row(self.ty, bytes) {
             Some(floats) => Row::Floats(floats),
             None => Row::Blocks(self.ty, bytes),

@@ -1,7 +1,7 @@
 //! Rows of plain floats times f32 vectors.
 //!
 //! The product of one row and one vector is one register of 16 sums, fed along the row, and the tree of
-//! [`sum_lanes`] over it:
+//! [`sum_lanes`](super::load::sum_lanes) over it:
 //!
 //! ```text
 //! acc_l = fma(w_k, x_k, acc_l)    for k = l, l + 16, l + 32, …
@@ -14,7 +14,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::super::Floats;
-use super::load::{lanes, load_bf16, load_f16, load_f32, padded, store_f32, sum_lanes};
+use super::load::{lanes, load_bf16, load_f16, load_f32, padded, store_f32, sums};
 use crate::level::Avx512;
 
 /// Products of `R` rows, wherever they lie, with `T` vectors.
@@ -84,22 +84,6 @@ macro_rules! dot_rows {
 dot_rows!(dot_f32, f32, load_f32);
 dot_rows!(dot_f16, u16, load_f16);
 dot_rows!(dot_bf16, u16, load_bf16);
-
-/// The sum of the lanes of each register.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-#[inline]
-fn sums<const R: usize, const T: usize>(acc: [[__m512; T]; R]) -> [[f32; T]; R] {
-    let mut out = [[0.0; T]; R];
-    let (fours, rest) = acc.as_flattened().as_chunks::<4>();
-    let (out_fours, out_rest) = out.as_flattened_mut().as_chunks_mut::<4>();
-    for (out, four) in out_fours.iter_mut().zip(fours) {
-        *out = sum_lanes(*four);
-    }
-    let mut four = [_mm512_setzero_ps(); 4];
-    four[..rest.len()].copy_from_slice(rest);
-    out_rest.copy_from_slice(&sum_lanes(four)[..rest.len()]);
-    out
-}
 
 /// Rows that are converted and multiplied together by [`gemm`]; with the vectors of a tile 6 · 4 sums, which leave
 /// eight registers for what they are fed with.

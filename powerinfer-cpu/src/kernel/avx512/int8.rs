@@ -1,5 +1,5 @@
-//! Planar 8-bit and 4-bit weights against 8-bit vectors: [`dot`] for one row and a few vectors, and a matrix
-//! product ([`pack_panel`], [`pack_x`], [`gemm`]) for many. Both give the same bits.
+//! Planar 8-bit and 4-bit weights against 8-bit vectors: [`dot`] for one row and a few vectors, [`dot_band`] for many rows and one vector, and a matrix
+//! product ([`pack_panel`], [`pack_x`], [`gemm`]) for many. All give the same bits.
 //!
 //! ```text
 //! isum(b) = Σ u · q − offset · sums(b)                      exact, for each block b of 32 weights
@@ -8,7 +8,7 @@
 //! result  = lanes l and l + 8 added, then l and l + 4, l and l + 2, l and l + 1
 //! ```
 //!
-//! `dot` has the 16 sums in the lanes of one register and takes 16 blocks a step. The matrix product has 16 rows of
+//! The first two have the 16 sums in the lanes of one register and take 16 blocks a step. The matrix product has 16 rows of
 //! weights in the lanes instead, interleaved by four bytes, and takes the blocks in the order of [`Walk`]: all of
 //! lane 0, then all of lane 8, 4, 12, …, so that whatever is added next is there.
 //!
@@ -21,8 +21,10 @@ use std::arch::x86_64::*;
 
 use bytemuck::{Pod, Zeroable};
 
+use super::super::{Asks, prefetch_bytes, prefetch_line};
+use super::load::sums;
 use crate::level::Avx512;
-use crate::planar::{Planar, PlanarRow, PlanarX};
+use crate::planar::{Planar, PlanarRow, PlanarRows, PlanarX};
 
 /// Rows of a panel.
 pub(in crate::kernel) const PANEL_ROWS: usize = 16;
@@ -45,8 +47,7 @@ pub(in crate::kernel) struct Cell {
     offset: i32,
 }
 
-/// Dot products of a row with `T` vectors. Meanwhile the memory is asked for the bytes `ahead`, a few lines at a time:
-/// asked for all at once, they would keep the processor waiting.
+/// Dot products of a row with `T` vectors.
 ///
 /// # Shapes
 /// Any number of blocks; the arrays of each vector hold that of `row` or more, in whole groups of 16 blocks.
@@ -58,10 +59,50 @@ pub(in crate::kernel) fn dot<const T: usize>(
     kind: Planar,
     row: PlanarRow<'_>,
     x: [PlanarX<'_>; T],
-    ahead: &[u8],
 ) -> [f32; T] {
     // SAFETY: LEVEL-DETECTED.
-    unsafe { dot_inner(kind, row, x, ahead) }
+    unsafe { dot_inner(kind, row, x) }
+}
+
+/// Dot products of the rows `row(0), row(1), …` of `w` with a vector, four at a time, one of each quarter. Meanwhile the
+/// memory is asked for the rows `ahead(0), ahead(1), …`, a few lines at a time: asked for all at once, they would keep the
+/// processor waiting.
+///
+/// # Shapes
+/// As for [`dot`].
+///
+/// # Panics
+/// As for [`dot`], or if there is no such row.
+pub(in crate::kernel) fn dot_band(
+    _: Avx512,
+    w: PlanarRows<'_>,
+    row: impl Fn(usize) -> usize,
+    ahead: impl Fn(usize) -> Option<usize>,
+    x: PlanarX<'_>,
+    out: &mut [f32],
+) {
+    // SAFETY: LEVEL-DETECTED.
+    unsafe { dot_band_inner(w, row, ahead, x, out) }
+}
+
+/// Dot products of the rows `list` of `w` with a vector; each takes a row of `asks` along,
+/// which the memory is asked for.
+///
+/// # Shapes
+/// As for [`dot`]; `out [list.len()]`.
+///
+/// # Panics
+/// As for [`dot`], or if there is no such row.
+pub(in crate::kernel) fn dot_list<const N: usize>(
+    _: Avx512,
+    w: PlanarRows<'_>,
+    list: &[u32],
+    x: PlanarX<'_>,
+    out: &mut [f32],
+    asks: &mut Asks<'_, N>,
+) {
+    // SAFETY: LEVEL-DETECTED.
+    unsafe { dot_list_inner(w, list, x, out, asks) }
 }
 
 /// Lines of a panel with rows of `n_blocks` blocks.
@@ -171,16 +212,124 @@ const Q4_0: u8 = 1;
 const Q4_1: u8 = 2;
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn dot_inner<const T: usize>(
-    kind: Planar,
-    row: PlanarRow<'_>,
-    x: [PlanarX<'_>; T],
-    ahead: &[u8],
-) -> [f32; T] {
-    match kind {
-        Planar::Q8_0 => dot_kind::<T, Q8_0>(row, x, ahead),
-        Planar::Q4_0 => dot_kind::<T, Q4_0>(row, x, ahead),
-        Planar::Q4_1 => dot_kind::<T, Q4_1>(row, x, ahead),
+fn dot_inner<const T: usize>(kind: Planar, row: PlanarRow<'_>, x: [PlanarX<'_>; T]) -> [f32; T] {
+    let [sums] = match kind {
+        Planar::Q8_0 => dot_kind::<1, T, Q8_0, 512>([row], x, |_, _| {}),
+        Planar::Q4_0 => dot_kind::<1, T, Q4_0, 256>([row], x, |_, _| {}),
+        Planar::Q4_1 => dot_kind::<1, T, Q4_1, 256>([row], x, |_, _| {}),
+    };
+    sums
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn dot_band_inner(
+    w: PlanarRows<'_>,
+    row: impl Fn(usize) -> usize,
+    ahead: impl Fn(usize) -> Option<usize>,
+    x: PlanarX<'_>,
+    out: &mut [f32],
+) {
+    match w.kind {
+        Planar::Q8_0 => dot_band_kind::<Q8_0, 512>(w, row, ahead, x, out),
+        Planar::Q4_0 => dot_band_kind::<Q4_0, 256>(w, row, ahead, x, out),
+        Planar::Q4_1 => dot_band_kind::<Q4_1, 256>(w, row, ahead, x, out),
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn dot_band_kind<const KIND: u8, const BYTES: usize>(
+    w: PlanarRows<'_>,
+    row: impl Fn(usize) -> usize,
+    ahead: impl Fn(usize) -> Option<usize>,
+    x: PlanarX<'_>,
+    out: &mut [f32],
+) {
+    let quarter = out.len() / 4;
+    for i in 0..quarter {
+        let (mut rows, mut rows_ahead): (_, [&[u8]; 4]) = ([0; 4], [&[]; 4]);
+        for k in 0..4 {
+            let place = i + k * quarter;
+            rows[k] = row(place);
+            if let Some(row) = ahead(place) {
+                rows_ahead[k] = w.bytes(row);
+            }
+        }
+        let sums = dot_and_ask::<4, KIND, BYTES>(&w, rows, rows_ahead, x);
+        for k in 0..4 {
+            out[i + k * quarter] = sums[k];
+        }
+    }
+    for i in 4 * quarter..out.len() {
+        let ahead = ahead(i).map_or(&[][..], |row| w.bytes(row));
+        [out[i]] = dot_and_ask::<1, KIND, BYTES>(&w, [row(i)], [ahead], x);
+    }
+}
+
+/// Products of `rows`; the memory is asked for the bytes `ahead`, which are rows of the same form, but for those that have
+/// another length: they are asked for at once.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn dot_and_ask<const R: usize, const KIND: u8, const BYTES: usize>(
+    w: &PlanarRows<'_>,
+    rows: [usize; R],
+    ahead: [&[u8]; R],
+    x: PlanarX<'_>,
+) -> [f32; R] {
+    let mut planar = [w.row(rows[0]); R];
+    for r in 1..R {
+        planar[r] = w.row(rows[r]);
+    }
+    let mut planar_ahead = planar;
+    for r in 0..R {
+        if ahead[r].len() == w.row_bytes() {
+            planar_ahead[r] = w.split(ahead[r]);
+        } else {
+            prefetch_bytes(ahead[r]);
+        }
+    }
+    let sums = dot_kind::<R, 1, KIND, BYTES>(planar, [x], |r, step| {
+        ask_for_step::<KIND, BYTES>(&planar_ahead[r], step);
+    });
+    let mut out = [0.0; R];
+    for r in 0..R {
+        out[r] = sums[r][0];
+    }
+    out
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn dot_list_inner<const N: usize>(
+    w: PlanarRows<'_>,
+    list: &[u32],
+    x: PlanarX<'_>,
+    out: &mut [f32],
+    asks: &mut Asks<'_, N>,
+) {
+    match w.kind {
+        Planar::Q8_0 => dot_list_kind::<Q8_0, 512, N>(&w, list, x, out, asks),
+        Planar::Q4_0 => dot_list_kind::<Q4_0, 256, N>(&w, list, x, out, asks),
+        Planar::Q4_1 => dot_list_kind::<Q4_1, 256, N>(&w, list, x, out, asks),
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn dot_list_kind<const KIND: u8, const BYTES: usize, const N: usize>(
+    w: &PlanarRows<'_>,
+    list: &[u32],
+    x: PlanarX<'_>,
+    out: &mut [f32],
+    asks: &mut Asks<'_, N>,
+) {
+    let (groups, rest) = list.as_chunks::<4>();
+    let (out, out_rest) = out.as_chunks_mut::<4>();
+    for (group, out) in groups.iter().zip(out) {
+        let mut rows = [0; 4];
+        for r in 0..4 {
+            rows[r] = group[r] as usize;
+        }
+        *out = dot_and_ask::<4, KIND, BYTES>(w, rows, asks.take(), x);
+    }
+    for (&row, out) in rest.iter().zip(out_rest) {
+        [*out] = dot_and_ask::<1, KIND, BYTES>(w, [row as usize], asks.take(), x);
     }
 }
 
@@ -205,55 +354,80 @@ impl<'a, const T: usize> Steps<'a, T> {
     }
 }
 
+/// `BYTES`: those of the integers of 16 blocks. `at_step(r, step)` is called before each.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn dot_kind<const T: usize, const KIND: u8>(
-    row: PlanarRow<'_>,
+#[inline]
+fn dot_kind<const R: usize, const T: usize, const KIND: u8, const BYTES: usize>(
+    rows: [PlanarRow<'_>; R],
     x: [PlanarX<'_>; T],
-    ahead: &[u8],
-) -> [f32; T] {
-    // With a row of as many bytes ahead, each step asks for as many as it takes.
-    let mut ahead = ahead.chunks(64 * if KIND == Q8_0 { 9 } else { 5 });
-    let n_steps = row.scales.len().div_ceil(16);
-    let x = Steps::new(x, n_steps);
-    let (scales, scales_rest) = row.scales.as_chunks::<16>();
-    let (mins, mins_rest) = row.mins.as_chunks::<16>();
-    let whole = scales.len();
-    let lines_per_step = if KIND == Q8_0 { 8 } else { 4 };
-    let (lines, _) = row.quants.as_chunks::<64>();
-    let mut acc = [_mm512_setzero_ps(); T];
-    for (i, lines) in lines.chunks_exact(lines_per_step).take(whole).enumerate() {
-        let group = |g: usize| {
-            if KIND == Q8_0 {
-                [load(&lines[2 * g]), load(&lines[2 * g + 1])]
-            } else {
-                nibbles(load(&lines[g]))
-            }
-        };
-        let m = if KIND == Q4_1 { load_f16(&mins[i]) } else { _mm512_setzero_ps() };
-        ahead.next().into_iter().for_each(super::super::prefetch_bytes);
-        step::<T, KIND>(group, load_f16(&scales[i]), m, &x, i, &mut acc);
+    mut at_step: impl FnMut(usize, usize),
+) -> [[f32; T]; R] {
+    let n_blocks = rows[0].scales.len();
+    let whole = n_blocks / 16;
+    let x = Steps::new(x, n_blocks.div_ceil(16));
+    let mut quants: [&[[u8; BYTES]]; R] = [&[]; R];
+    let mut scales: [&[[u16; 16]]; R] = [&[]; R];
+    let mut mins = scales;
+    for r in 0..R {
+        assert_eq!(rows[r].scales.len(), n_blocks, "blocks of rows");
+        quants[r] = &rows[r].quants.as_chunks().0[..whole];
+        scales[r] = &rows[r].scales.as_chunks().0[..whole];
+        if KIND == Q4_1 {
+            mins[r] = &rows[r].mins.as_chunks().0[..whole];
+        }
     }
-    ahead.for_each(super::super::prefetch_bytes);
-    if !scales_rest.is_empty() {
-        let rest = &row.quants[whole * lines_per_step * 64..];
-        let group = |g: usize| {
-            let n = scales_rest.len().saturating_sub(4 * g).min(4) * 16;
-            if KIND == Q8_0 {
-                let bytes = &rest[(128 * g).min(rest.len())..];
-                [load_part(&bytes[..n]), load_part(&bytes[n..2 * n])]
-            } else {
-                let bytes = &rest[(64 * g).min(rest.len())..];
-                nibbles(load_part(&bytes[..n]))
-            }
-        };
-        let m = if KIND == Q4_1 { load_f16_part(mins_rest) } else { _mm512_setzero_ps() };
-        step::<T, KIND>(group, load_f16_part(scales_rest), m, &x, whole, &mut acc);
+    let mut acc = [[_mm512_setzero_ps(); T]; R];
+    for i in 0..whole {
+        for r in 0..R {
+            at_step(r, i);
+            let lines = quants[r][i].as_chunks::<64>().0;
+            let group = |g: usize| {
+                if KIND == Q8_0 {
+                    [load(&lines[2 * g]), load(&lines[2 * g + 1])]
+                } else {
+                    nibbles(load(&lines[g]))
+                }
+            };
+            let m = if KIND == Q4_1 { load_f16(&mins[r][i]) } else { _mm512_setzero_ps() };
+            step::<T, KIND>(group, load_f16(&scales[r][i]), m, &x, i, &mut acc[r]);
+        }
     }
-    let mut out = [0.0; T];
-    for t in 0..T {
-        out[t] = sum(acc[t]);
+    if !n_blocks.is_multiple_of(16) {
+        for r in 0..R {
+            at_step(r, whole);
+            let rest = &rows[r].quants[whole * BYTES..];
+            let scales = rows[r].scales.as_chunks::<16>().1;
+            let group = |g: usize| {
+                let n = scales.len().saturating_sub(4 * g).min(4) * 16;
+                if KIND == Q8_0 {
+                    let bytes = &rest[(128 * g).min(rest.len())..];
+                    [load_part(&bytes[..n]), load_part(&bytes[n..2 * n])]
+                } else {
+                    let bytes = &rest[(64 * g).min(rest.len())..];
+                    nibbles(load_part(&bytes[..n]))
+                }
+            };
+            let mins = rows[r].mins.as_chunks::<16>().1;
+            let m = if KIND == Q4_1 { load_f16_part(mins) } else { _mm512_setzero_ps() };
+            step::<T, KIND>(group, load_f16_part(scales), m, &x, whole, &mut acc[r]);
+        }
     }
-    out
+    sums(acc)
+}
+
+/// Asks for the lines of a step; the scales of two steps are one line.
+#[inline(always)]
+fn ask_for_step<const KIND: u8, const BYTES: usize>(row: &PlanarRow<'_>, at: usize) {
+    let quants = row.quants.as_ptr().wrapping_add(at * BYTES);
+    for line in 0..BYTES / 64 {
+        prefetch_line(quants.wrapping_add(64 * line));
+    }
+    if at.is_multiple_of(2) {
+        prefetch_line(row.scales.as_ptr().wrapping_add(at * 16).cast());
+        if KIND == Q4_1 {
+            prefetch_line(row.mins.as_ptr().wrapping_add(at * 16).cast());
+        }
+    }
 }
 
 /// Adds the 16 blocks of step `at`. `group` gives the integers of four: their first halves, their second halves.
@@ -569,16 +743,6 @@ fn add_block<const T: usize, const N_LINES: usize>(
             acc[t] = _mm512_fmadd_ps(m, x_sum, acc[t]);
         }
     }
-}
-
-/// Sum of the lanes: halves onto each other, four times.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-#[inline]
-fn sum(x: __m512) -> f32 {
-    let x = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps::<1>(x));
-    let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
-    let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-    _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)))
 }
 
 /// The low and the high nibbles of 64 bytes.

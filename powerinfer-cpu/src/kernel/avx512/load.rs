@@ -96,3 +96,19 @@ pub(super) fn sum_lanes(x: [__m512; 4]) -> [f32; 4] {
     let firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
     bytemuck::cast(_mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, sums)))
 }
+
+/// The sum of the lanes of each register.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+#[inline]
+pub(super) fn sums<const R: usize, const T: usize>(acc: [[__m512; T]; R]) -> [[f32; T]; R] {
+    let mut out = [[0.0; T]; R];
+    let (fours, rest) = acc.as_flattened().as_chunks::<4>();
+    let (out_fours, out_rest) = out.as_flattened_mut().as_chunks_mut::<4>();
+    for (out, four) in out_fours.iter_mut().zip(fours) {
+        *out = sum_lanes(*four);
+    }
+    let mut four = [_mm512_setzero_ps(); 4];
+    four[..rest.len()].copy_from_slice(rest);
+    out_rest.copy_from_slice(&sum_lanes(four)[..rest.len()]);
+    out
+}

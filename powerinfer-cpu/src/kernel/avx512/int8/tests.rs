@@ -140,7 +140,45 @@ impl Case {
         out
     }
 
+    /// The bytes of the rows one after the other, at an even distance, and that distance.
+    fn packed(&self) -> (Vec<u16>, usize) {
+        let rows = self.rows();
+        let packed = |row: &PlanarRow<'_>| {
+            let quants: &[u16] = bytemuck::cast_slice(row.quants);
+            [quants, row.scales, row.mins, &[7]].concat()
+        };
+        let rows: Vec<Vec<u16>> = rows.iter().map(packed).collect();
+        (rows.concat(), 2 * rows[0].len())
+    }
+
+    /// Many rows at once have the bits of each alone, whatever is asked for meanwhile.
+    fn check_bands_and_lists(&self, level: Avx512) {
+        let (rows, x) = (self.rows(), self.xs()[0]);
+        let (packed, stride) = self.packed();
+        let bytes = bytemuck::cast_slice(&packed);
+        let w = PlanarRows { kind: self.kind, bytes, stride, n_cols: 32 * self.n_blocks };
+        let want: Vec<u32> = rows
+            .iter()
+            .map(|row| {
+                let [sum] = dot(level, self.kind, *row, [x]);
+                sum.to_bits()
+            })
+            .collect();
+        let n = rows.len();
+        let mut out = vec![f32::NAN; n];
+        dot_band(level, w, |i| n - 1 - i, |i| (i % 3 != 0).then_some(i), x, &mut out);
+        assert!((0..n).all(|i| out[i].to_bits() == want[n - 1 - i]), "{:?}: a band", self.kind);
+        let list: Vec<u32> = (0..n as u32).step_by(2).collect();
+        let mut asks = Asks::<2>::default();
+        asks.push(&bytes[..3]);
+        asks.push(w.bytes(n - 1));
+        dot_list(level, w, &list, x, &mut out[..list.len()], &mut asks);
+        let got = out.iter().zip(&list).all(|(out, &row)| out.to_bits() == want[row as usize]);
+        assert!(got, "{:?}: a list", self.kind);
+    }
+
     fn check(&self, level: Avx512) {
+        self.check_bands_and_lists(level);
         let (rows, xs) = (self.rows(), self.xs());
         let what =
             format!("{:?}, {} blocks, {} rows, {} vectors", self.kind, self.n_blocks, rows.len(), xs.len());
@@ -148,7 +186,7 @@ impl Case {
         for (r, &row) in rows.iter().enumerate() {
             let mut alone = Vec::new();
             for (t, &x) in xs.iter().enumerate() {
-                let [sum] = dot(level, self.kind, row, [x], row.quants);
+                let [sum] = dot(level, self.kind, row, [x]);
                 assert_eq!(sum.to_bits(), got[t * rows.len() + r].to_bits(), "{what}: row {r}, vector {t}");
                 let (want, size) = self.want(r, t);
                 let error = (f64::from(sum) - want).abs();
@@ -156,12 +194,9 @@ impl Case {
                 alone.push(sum);
             }
             for (four, alone) in xs.as_chunks::<4>().0.iter().zip(alone.as_chunks::<4>().0) {
-                assert_eq!(
-                    dot(level, self.kind, row, *four, &[]).map(f32::to_bits),
-                    alone.map(f32::to_bits),
-                    "{what}"
-                );
-                let two = dot(level, self.kind, row, [four[1], four[2]], &[]);
+                let sums = dot(level, self.kind, row, *four);
+                assert_eq!(sums.map(f32::to_bits), alone.map(f32::to_bits), "{what}");
+                let two = dot(level, self.kind, row, [four[1], four[2]]);
                 assert_eq!(two.map(f32::to_bits), [alone[1], alone[2]].map(f32::to_bits), "{what}");
             }
         }
