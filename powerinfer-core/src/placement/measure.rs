@@ -12,9 +12,9 @@ use super::device::Bandwidth;
 use crate::load::ModelWeights;
 
 /// Seconds that decoding goes on for, at least; tokens at least and at most.
-const SECONDS: f64 = 0.4;
+const SECONDS: f64 = 1.0;
 const MIN_TOKENS: usize = 8;
-const MAX_TOKENS: usize = 128;
+const MAX_TOKENS: usize = 256;
 
 /// Tokens whose residual streams are moved at once, to tell the speed of the link from the cost of starting.
 const LINK_ROWS: usize = 32;
