@@ -61,6 +61,7 @@ fn use_gpu(load: &mut LoadOptions, bytes: u64) -> Result<(), String> {
         kv_value_bytes: 2,
     };
     let options = powerinfer::CudaOptions {
+        device: gpu.device,
         memory_limit: Some(device.usable_bytes()),
         ..powerinfer::CudaOptions::default()
     };

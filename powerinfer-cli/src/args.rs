@@ -160,26 +160,26 @@ pub(crate) struct PlacementArgs {
     pub(crate) vram_budget: Vec<Budget>,
     /// File that says how often each neuron fires, by which the hottest go to the GPU, or a folder of PyTorch's
     /// activation_N.pt; MODEL.statistics.safetensors beside the model is used if it is there
-    #[arg(long, value_name = "FILE", requires = "vram_budget")]
+    #[arg(long, value_name = "FILE")]
     pub(crate) statistics: Option<PathBuf>,
     /// Share of the tokens for which the neurons of layers fire that the statistics lack; without it they are an error
-    #[arg(long, value_name = "SHARE", requires = "vram_budget", value_parser = share)]
+    #[arg(long, value_name = "SHARE", value_parser = share)]
     pub(crate) statistics_fallback: Option<f32>,
     /// Take the neurons of this index file (.gpuidx) for the GPU, as PowerInfer writes it, instead of planning
-    #[arg(long, value_name = "FILE", requires = "vram_budget", conflicts_with_all = ["statistics", "reset_gpu_index"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["statistics", "reset_gpu_index"])]
     pub(crate) gpu_index: Option<PathBuf>,
     /// Plan anew even if MODEL.plan.json, which keeps the last plan, or MODEL.generated.gpuidx lies beside the model
-    #[arg(long, requires = "vram_budget")]
+    #[arg(long)]
     pub(crate) reset_gpu_index: bool,
     /// Leave all neurons to the CPU; the GPU gets attention and head alone
-    #[arg(long, requires = "vram_budget", conflicts_with_all = ["statistics", "gpu_index", "reset_gpu_index"])]
+    #[arg(long, conflicts_with_all = ["statistics", "gpu_index", "reset_gpu_index"])]
     pub(crate) disable_gpu_index: bool,
 }
 
 /// Shows which parts of a model would go where.
 ///
 /// Nothing is loaded and no GPU need be there: --machine describes one. With --machine this, the machine is measured with
-/// the first layers of the model, and the plan is kept beside the model for the other commands. The speed is predicted from
+/// the first layers of the model, and with a GPU the plan is kept beside the model for the other commands. The speed is predicted from
 /// bytes and bandwidths; it is no measurement.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -189,7 +189,7 @@ Examples:
   powerinfer plan -m model.gguf --machine this
   powerinfer plan --simulate")]
 pub(crate) struct PlanArgs {
-    /// Parts of the machine, joined by +: rtx4090, rtx2080ti; ddr5, ddr4; or this
+    /// Parts of the machine, joined by +: rtx4090, rtx2080ti; ddr5, ddr4. Or `this` alone
     #[arg(long, value_name = "NAME", default_value = "rtx4090+ddr5")]
     pub(crate) machine: String,
     /// Context length in tokens; the model's own, at most 4096, unless given
@@ -208,7 +208,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) write_gpu_index: Option<PathBuf>,
     /// Predict speeds of published models on published machines instead, beside the published figures
-    #[arg(long, conflicts_with_all = ["model", "svg", "write_gpu_index", "vram_budget"])]
+    #[arg(long, conflicts_with_all = ["machine", "model", "json", "svg", "write_gpu_index", "vram_budget"])]
     pub(crate) simulate: bool,
     #[command(flatten)]
     pub(crate) model: ModelArgs,

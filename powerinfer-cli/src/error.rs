@@ -65,6 +65,9 @@ pub(crate) enum CliError {
     /// More sizes than GPUs.
     #[error("--vram-budget gives {n_budgets} sizes, there are {n_devices} GPUs")]
     Budgets { n_budgets: usize, n_devices: usize },
+    /// A flag about a placement that nothing asks for.
+    #[error("{flag} has no meaning without --vram-budget")]
+    NeedsBudget { flag: &'static str },
     /// A flag that takes the place of a plan, for the command that makes one.
     #[error("--gpu-index takes the place of a plan: leave it out, or use `powerinfer generate`")]
     IndexForPlan,
@@ -101,8 +104,8 @@ pub(crate) enum CliError {
     /// `convert`.
     #[error(transparent)]
     Convert(#[from] ConvertError),
-    /// `calibrate` without a model file beside which the result could lie.
-    #[error("the demo model is no file: say with --out where the calibration goes")]
+    /// `calibrate` or `profile` without a model file beside which the result could lie.
+    #[error("the demo model is no file: say with --out where the result goes")]
     NoOutput,
     #[error(transparent)]
     Calibrate(CalibrateError),
@@ -123,6 +126,7 @@ impl CliError {
             | Self::NoOutput
             | Self::FlagWithoutUse { .. }
             | Self::Budgets { .. }
+            | Self::NeedsBudget { .. }
             | Self::IndexForPlan
             | Self::Sampling(_) => 2,
             Self::Interrupted => 130,

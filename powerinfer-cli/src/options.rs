@@ -78,9 +78,13 @@ pub(crate) fn say_all(notes: &Notes) {
 }
 
 impl Loaded {
-    /// Loads the model that the flags name, and prints its warnings.
-    pub(crate) fn new(args: &ModelArgs, mode: Option<ActiveMode>) -> Result<Self, CliError> {
-        let options = load_options(args, mode)?;
+    /// Loads the model that the flags name, for contexts of `n_ctx` positions, and prints its warnings.
+    pub(crate) fn new(
+        args: &ModelArgs,
+        mode: Option<ActiveMode>,
+        n_ctx: Option<usize>,
+    ) -> Result<Self, CliError> {
+        let options = load_options(args, mode, n_ctx)?;
         let source = Source::of(args.model.as_ref());
         let model = match &source {
             Source::File(path) => Model::open(path, &options),
@@ -114,8 +118,12 @@ impl Loaded {
     }
 }
 
-pub(crate) fn load_options(args: &ModelArgs, mode: Option<ActiveMode>) -> Result<LoadOptions, CliError> {
-    let Wanted { accelerators, plan, assignment } = placement::on_this_machine(args)?;
+pub(crate) fn load_options(
+    args: &ModelArgs,
+    mode: Option<ActiveMode>,
+    n_ctx: Option<usize>,
+) -> Result<LoadOptions, CliError> {
+    let Wanted { accelerators, plan, assignment } = placement::on_this_machine(args, n_ctx)?;
     let on_host = load_options_on_host(args, mode)?;
     Ok(LoadOptions { accelerators, plan, assignment, ..on_host })
 }

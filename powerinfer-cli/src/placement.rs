@@ -128,20 +128,33 @@ fn gpu_index(args: &ModelArgs) -> Result<Option<Assignment>, CliError> {
     flags.gpu_index.as_ref().or(beside.as_ref()).map(|path| read_gpu_index(path)).transpose()
 }
 
-/// The devices of this machine and what goes to them, if a budget is given.
-pub(crate) fn on_this_machine(args: &ModelArgs) -> Result<Wanted, CliError> {
-    let budgets = &args.placement.vram_budget;
+/// The devices of this machine and what goes to them, if a budget is given, for contexts of `n_ctx` positions.
+pub(crate) fn on_this_machine(args: &ModelArgs, n_ctx: Option<usize>) -> Result<Wanted, CliError> {
+    let PlacementArgs { vram_budget: budgets, statistics, statistics_fallback, gpu_index: index, .. } =
+        &args.placement;
+    let without_use = [
+        ("--statistics", statistics.is_some()),
+        ("--statistics-fallback", statistics_fallback.is_some()),
+        ("--gpu-index", index.is_some()),
+        ("--reset-gpu-index", args.placement.reset_gpu_index),
+        ("--disable-gpu-index", args.placement.disable_gpu_index),
+    ];
+    if budgets.is_empty()
+        && let Some((flag, _)) = without_use.into_iter().find(|(_, given)| *given)
+    {
+        return Err(CliError::NeedsBudget { flag });
+    }
     if budgets.iter().all(|budget| *budget == Budget::Bytes(0)) {
         return Ok(Wanted::default());
     }
     match gpus() {
-        Ok(found) => {
+        Ok((numbers, found)) => {
             if let Some(assignment) = gpu_index(args)? {
-                let accelerators = devices_of(&found[..1]);
+                let accelerators = devices_of(&numbers, &found[..1]);
                 return Ok(Wanted { accelerators, plan: None, assignment: Some(assignment) });
             }
-            let plan = plan_for_this_machine(args, found, None)?;
-            let accelerators = devices_of(&plan.devices);
+            let plan = plan_for_this_machine(args, found, n_ctx)?;
+            let accelerators = devices_of(&numbers, &plan.devices);
             Ok(Wanted { accelerators, plan: Some(plan), assignment: None })
         }
         Err(reason) => {
@@ -155,9 +168,9 @@ pub(crate) fn on_this_machine(args: &ModelArgs) -> Result<Wanted, CliError> {
     }
 }
 
-/// The GPUs of this machine, at least one, or why there is none.
+/// The GPUs of this machine that work, at least one, with the driver's numbers for them; or why there is none.
 #[cfg(feature = "cuda")]
-pub(crate) fn gpus() -> Result<Vec<Accelerator>, String> {
+pub(crate) fn gpus() -> Result<(Vec<usize>, Vec<Accelerator>), String> {
     let found = powerinfer_core::cuda_devices().map_err(|error| error.to_string())?;
     if found.is_empty() {
         return Err("there is none".to_owned());
@@ -173,19 +186,19 @@ pub(crate) fn gpus() -> Result<Vec<Accelerator>, String> {
         granule: Accelerator::CUDA_GRANULE,
         kv_value_bytes: 2,
     });
-    Ok(accelerators.collect())
+    Ok((found.iter().map(|info| info.device).collect(), accelerators.collect()))
 }
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) fn gpus() -> Result<Vec<Accelerator>, String> {
+pub(crate) fn gpus() -> Result<(Vec<usize>, Vec<Accelerator>), String> {
     Err("this program was built without the feature `cuda`".to_owned())
 }
 
-/// What computes on the first GPUs, none of which takes more memory than its budget.
+/// What computes on GPUs of which the driver's numbers are the first of `numbers`; none takes more memory than its budget.
 #[cfg(feature = "cuda")]
-pub(crate) fn devices_of(gpus: &[Accelerator]) -> Vec<Device> {
+pub(crate) fn devices_of(numbers: &[usize], gpus: &[Accelerator]) -> Vec<Device> {
     use powerinfer_core::CudaOptions;
-    let options = gpus.iter().enumerate().map(|(device, gpu)| CudaOptions {
+    let options = numbers.iter().zip(gpus).map(|(&device, gpu)| CudaOptions {
         device,
         memory_limit: Some(gpu.usable_bytes()),
         ..CudaOptions::default()
@@ -194,6 +207,6 @@ pub(crate) fn devices_of(gpus: &[Accelerator]) -> Vec<Device> {
 }
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) fn devices_of(_: &[Accelerator]) -> Vec<Device> {
+pub(crate) fn devices_of(_: &[usize], _: &[Accelerator]) -> Vec<Device> {
     Vec::new()
 }

@@ -123,6 +123,19 @@ fn this_machine_is_measured_with_the_model() {
 }
 
 #[test]
+fn flags_about_a_placement_need_one() {
+    let refused = powerinfer(&["generate", "--statistics", "x.safetensors"]);
+    assert_eq!(refused.status.code(), Some(2));
+    let message = text(&refused.stderr);
+    assert!(message.contains("--statistics has no meaning without --vram-budget"), "{message}");
+    let both = powerinfer(&["plan", "--simulate", "--machine", "rtx4090+ddr4"]);
+    assert_eq!(both.status.code(), Some(2), "{}", text(&both.stderr));
+    // `plan` plans for all that is free unless told otherwise.
+    let plan = powerinfer(&["plan", "--disable-gpu-index"]);
+    assert!(plan.status.success(), "{}", text(&plan.stderr));
+}
+
+#[test]
 fn an_index_takes_no_place_in_a_plan() {
     let both = powerinfer(&["plan", "--vram-budget", "1GiB", "--gpu-index", "x.gpuidx"]);
     assert_eq!(both.status.code(), Some(2));

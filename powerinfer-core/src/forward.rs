@@ -99,7 +99,7 @@ impl Forward {
 
     /// Whether neurons move, and by what the backends count.
     pub(crate) fn is_adaptive(&self) -> bool {
-        self.adaptive.is_some()
+        self.adaptive.as_ref().is_some_and(Adaptive::is_split)
     }
 
     /// The backends that hold anything.

@@ -161,7 +161,7 @@ impl Model {
             }
             _ => None,
         };
-        let forward = fill_backends(&spec, weights, plan.as_ref(), options, &mut notes)?;
+        let forward = fill_backends(&spec, weights, plan.as_ref(), default_mode, options, &mut notes)?;
         let backends: Vec<BackendInfo> = forward.backends.iter().map(|b| b.info()).collect();
         for backend in &backends {
             notes.info(format!("{}: {}", backend.name, backend.description));
@@ -362,6 +362,7 @@ fn fill_backends(
     spec: &Arc<ModelSpec>,
     weights: ModelWeights,
     plan: Option<&Plan>,
+    mode: ActiveMode,
     options: &LoadOptions,
     notes: &mut Notes,
 ) -> Result<Forward, LoadError> {
@@ -414,7 +415,7 @@ fn fill_backends(
         backend.load_done(&mut |done, total| options.progress.tell(done, total))?;
     }
     not_on_host.iter().for_each(WeightMatrix::release);
-    if let Some(name) = adaptive.as_mut().and_then(|adaptive| adaptive.start(&mut backends)) {
+    if let Some(name) = adaptive.as_mut().and_then(|adaptive| adaptive.start(mode, &mut backends)) {
         notes.warn(format!("in mode exact no neurons move: {name} does not count which of them fire"));
     }
     Ok(Forward::new(spec, backends, assignment, adaptive, options.n_batch))

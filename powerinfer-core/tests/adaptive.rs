@@ -169,3 +169,33 @@ fn a_budget_below_one_neuron_moves_nothing() {
     let adaptive = AdaptiveOptions { half_life: 8.0, hysteresis: 0.1, bytes_per_token: 767 };
     assert_eq!(run(ActiveMode::Predictor, &any, Some(adaptive)).swapped_bytes, 0);
 }
+
+#[test]
+fn long_prompts_and_other_modes_do_not_make_neurons_look_hotter_than_they_are() {
+    // Rates differ by less than 1, so what an exchange saves within the half-life of 8 tokens is less than 8 reads: with
+    // this hysteresis nothing pays, however long the steps are and whatever was counted in other modes.
+    let any = vec![NeuronSet::from_ids(N_FF, (0..N_HOT as u32).map(NeuronId)); N_LAYER];
+    let adaptive = AdaptiveOptions { half_life: 8.0, hysteresis: 8.1, bytes_per_token: 1 << 20 };
+    let (host, device) = devices(&Clock::default(), &Arc::new(Account::default()));
+    let layers =
+        any.iter().map(|hot| LayerAssignment { home: 0, owned: vec![hot.complement(), hot.clone()] });
+    let options = LoadOptions {
+        device: host,
+        accelerators: vec![device],
+        assignment: Some(Assignment { embed: 0, head: 0, layers: layers.collect() }),
+        adaptive: Some(adaptive),
+        ..LoadOptions::default()
+    };
+    let model = file(ActiveMode::Exact).load_with(&options).unwrap();
+    let tokens = tokens();
+    for mode in [ActiveMode::Exact, ActiveMode::Predictor, ActiveMode::Dense, ActiveMode::Exact] {
+        let options = SessionOptions { mode: Some(mode), ..SessionOptions::default() };
+        let mut session = model.session(&options).unwrap();
+        for _ in 0..2 * N_LAYER {
+            session.rewind(0).unwrap();
+            session.prefill(&tokens[..N_CTX]).unwrap();
+        }
+        let cost = session.stats().prefill.cost;
+        assert_eq!(cost.swapped_bytes, 0, "{mode:?}");
+    }
+}

@@ -475,7 +475,13 @@ impl Device {
     /// Runs launches that depend on the key, on what is loaded and on nothing else: as a graph, which is made the first time,
     /// or one by one where the device has no graphs.
     pub(crate) fn run_as_graph(&mut self, key: GraphKey, launches: impl Fn(&mut Self)) {
-        let known = self.graphs.iter().find(|(of, _)| *of == key).map(|&(_, id)| id);
+        let known = self.graphs.iter().position(|(of, _)| *of == key);
+        // Those that are used go behind those that are not.
+        let known = known.map(|at| {
+            let graph = self.graphs.remove(at);
+            self.graphs.push(graph);
+            graph.1
+        });
         let graph = match known {
             Some(id) => Ok(id),
             None if self.no_graphs.is_some() => return launches(self),
@@ -496,8 +502,8 @@ impl Device {
         launches(self);
         let id = self.gpu.end_graph()?;
         if self.graphs.len() == MAX_GRAPHS {
-            let (_, oldest) = self.graphs.remove(0);
-            self.gpu.free_graph(oldest);
+            let (_, unused) = self.graphs.remove(0);
+            self.gpu.free_graph(unused);
         }
         self.graphs.push((key, id));
         Ok(id)

@@ -306,31 +306,47 @@ fn bad_threshold(got: String) -> PredictorError {
     PredictorError::Config { key: "sparse_threshold", expected: "a finite number", got }
 }
 
-/// Removes a file unless it was renamed.
-struct Temporary(Option<PathBuf>);
+/// A file that is complete under another name, and goes away unless it takes its own.
+pub(crate) struct StagedFile {
+    path: PathBuf,
+    /// `None` once it is renamed.
+    partial: Option<PathBuf>,
+}
 
-impl Drop for Temporary {
+impl StagedFile {
+    pub(crate) fn new(path: &Path, bytes: &[u8]) -> Result<Self, PredictorError> {
+        let failed = |source| PredictorError::Write { path: path.to_owned(), source };
+        let mut name = std::ffi::OsString::from(".");
+        name.push(path.file_name().unwrap_or_default());
+        name.push(format!(".{}.partial", std::process::id()));
+        let partial = path.with_file_name(name);
+        let mut file = File::create_new(&partial).map_err(failed)?;
+        let staged = Self { path: path.to_owned(), partial: Some(partial) };
+        file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
+        Ok(staged)
+    }
+
+    pub(crate) fn rename(mut self) -> Result<(), PredictorError> {
+        if let Some(partial) = &self.partial {
+            let failed = |source| PredictorError::Write { path: self.path.clone(), source };
+            fs::rename(partial, &self.path).map_err(failed)?;
+        }
+        self.partial = None;
+        Ok(())
+    }
+}
+
+impl Drop for StagedFile {
     fn drop(&mut self) {
-        if let Some(path) = &self.0 {
+        if let Some(partial) = &self.partial {
             // The first error is the one to report.
-            let _ = fs::remove_file(path);
+            let _ = fs::remove_file(partial);
         }
     }
 }
 
 pub(crate) fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), PredictorError> {
-    let failed = |source| PredictorError::Write { path: path.to_owned(), source };
-    let mut name = std::ffi::OsString::from(".");
-    name.push(path.file_name().unwrap_or_default());
-    name.push(format!(".{}.partial", std::process::id()));
-    let partial = path.with_file_name(name);
-    let mut file = File::create_new(&partial).map_err(failed)?;
-    let mut temporary = Temporary(Some(partial.clone()));
-    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
-    drop(file);
-    fs::rename(&partial, path).map_err(failed)?;
-    temporary.0 = None;
-    Ok(())
+    StagedFile::new(path, bytes)?.rename()
 }
 
 #[cfg(test)]

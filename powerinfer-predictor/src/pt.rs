@@ -25,10 +25,10 @@ use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
 use crate::counts::ActivationCounts;
 use crate::error::{PredictorError, shortened};
-use crate::file::{check_layers, layer_number, write_atomic};
+use crate::file::{StagedFile, check_layers, layer_number};
 
-/// Most bytes of a file: a layer of 2^22 neurons, in numbers of 8 bytes, has room eight times.
-const MAX_FILE_BYTES: u64 = 1 << 28;
+/// Most bytes of a file: a layer of 2^22 neurons, in numbers of 8 bytes, has room twice.
+const MAX_FILE_BYTES: u64 = 1 << 26;
 /// Most bytes of a pickle; that of a tensor has 150 to 200.
 const MAX_PICKLE_BYTES: u64 = 4096;
 /// Most steps of a pickle; that of a tensor has 30 to 50.
@@ -169,14 +169,16 @@ impl ActivationCounts {
                 return Err(PredictorError::from(error).in_file(folder));
             }
         }
+        let mut staged = Vec::with_capacity(self.n_layer());
         for layer in (0..).map(LayerId).take_while(|&layer| has_layer(layer)) {
             let path = folder.join(format!("activation_{layer}.pt"));
             let counts = self.layer(layer).unwrap_or_default();
             let bytes = archive(&format!("activation_{layer}"), counts)
                 .map_err(|source| PredictorError::Write { path: path.clone(), source })?;
-            write_atomic(&path, &bytes)?;
+            staged.push(StagedFile::new(&path, &bytes)?);
         }
-        Ok(())
+        // All are complete before the first takes the place of another.
+        staged.into_iter().try_for_each(StagedFile::rename)
     }
 }
 

@@ -51,7 +51,7 @@ struct Outcome {
 
 pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     let start = Instant::now();
-    let loaded = Loaded::new(&args.model, None)?;
+    let loaded = Loaded::new(&args.model, None, None)?;
     let load_s = start.elapsed().as_secs_f64();
     let threads = options::threads(&args.model.device);
     let modes = options::modes(&args.mode, &loaded.model);

@@ -48,7 +48,7 @@ pub(crate) fn run(args: &CalibrateArgs) -> Result<(), CliError> {
         (None, Source::Demo) => return Err(CliError::NoOutput),
     };
     let file = source.open()?;
-    let load = options::load_options(&args.model, None)?;
+    let load = options::load_options(&args.model, None, None)?;
     let tokenizer = read_tokenizer(&file, args.model.pre).map_err(|error| source.load_error(error))?;
     let texts = read_texts(&args.text, &tokenizer)?;
     let options = CalibrateOptions {

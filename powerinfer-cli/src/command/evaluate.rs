@@ -34,7 +34,7 @@ struct Line {
 }
 
 pub(crate) fn run(args: &EvaluateArgs) -> Result<(), CliError> {
-    let loaded = Loaded::new(&args.model, None)?;
+    let loaded = Loaded::new(&args.model, None, None)?;
     let file = loaded.source.open()?;
     let tokenizer = loaded.model.tokenizer();
     let texts = read_texts(&args.text, tokenizer)?;

@@ -19,15 +19,15 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<(), CliError> {
     let sampling = options::sampling(&args.sampling);
     // Ranges first: a wrong number need not wait for a large model.
     sampling.validate(u32::MAX as usize).map_err(CliError::Sampling)?;
-    let loaded = Loaded::new(&args.model, args.mode.map(options::mode))?;
+    let n_ctx = args.ctx_size.map(|n| n as usize);
+    let loaded = Loaded::new(&args.model, args.mode.map(options::mode), n_ctx)?;
     let model = &loaded.model;
     sampling.validate(model.tokenizer().n_vocab()).map_err(CliError::Sampling)?;
     let prompt = prompt_ids(args, &loaded, &text)?;
     if !args.quiet {
         loaded.say_notes();
     }
-    let mut session = model
-        .session(&SessionOptions { n_ctx: args.ctx_size.map(|n| n as usize), ..SessionOptions::default() })?;
+    let mut session = model.session(&SessionOptions { n_ctx, ..SessionOptions::default() })?;
     let cancel = cancel_on_ctrl_c()?;
     let max_tokens = usize::try_from(args.n_predict).ok();
     let options = GenerateOptions {

@@ -10,7 +10,7 @@ use crate::options::{self, Loaded};
 use crate::output::write_file;
 
 pub(crate) fn run(args: &LogitsArgs) -> Result<(), CliError> {
-    let loaded = Loaded::new(&args.model, args.mode.map(options::mode))?;
+    let loaded = Loaded::new(&args.model, args.mode.map(options::mode), None)?;
     let ids: Vec<TokenId> = args.tokens.iter().map(|&id| TokenId(id)).collect();
     let mut session =
         loaded.model.session(&SessionOptions { n_ctx: Some(ids.len()), ..SessionOptions::default() })?;

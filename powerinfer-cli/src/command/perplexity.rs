@@ -35,7 +35,7 @@ struct Outcome {
 
 pub(crate) fn run(args: &PerplexityArgs) -> Result<(), CliError> {
     let text = options::read_text(&args.file)?;
-    let loaded = Loaded::new(&args.model, None)?;
+    let loaded = Loaded::new(&args.model, None, Some(args.ctx_size as usize))?;
     let model = &loaded.model;
     let is_demo = loaded.source.is_demo();
     let n_ctx = args.ctx_size as usize;

@@ -22,12 +22,16 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), CliError> {
     let n_ctx = args.ctx_size.map(|n| n as usize);
     let on_host = options::load_options_on_host(&args.model, args.mode.map(options::mode))?;
     let options = if args.machine == "this" {
-        let found = placement::gpus().unwrap_or_else(|reason| {
+        let (numbers, found) = placement::gpus().unwrap_or_else(|reason| {
             say(&format!("info: the plan is for the CPU alone, because {reason}"));
-            Vec::new()
+            Default::default()
         });
         let how = placement::plan_for_this_machine(&args.model, found, n_ctx)?;
-        LoadOptions { accelerators: placement::devices_of(&how.devices), plan: Some(how), ..on_host }
+        LoadOptions {
+            accelerators: placement::devices_of(&numbers, &how.devices),
+            plan: Some(how),
+            ..on_host
+        }
     } else {
         let machine = Machine::named(&args.machine, weight_bytes(&file))?;
         let how = placement::plan_options(&args.model, machine.host, machine.devices, n_ctx)?;

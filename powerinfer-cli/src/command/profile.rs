@@ -23,7 +23,7 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<(), CliError> {
     let earlier = args.merge.iter().map(ActivationCounts::open).collect::<Result<Vec<_>, _>>();
     let earlier = earlier.map_err(CliError::Statistics)?;
     let fingerprint = calibration::fingerprint(&source.open()?);
-    let model = Loaded::new(&args.model, None)?.model;
+    let model = Loaded::new(&args.model, None, None)?.model;
     let texts = if args.text.is_empty() {
         vec![model.tokenizer().encode(TEXT, Default::default())?]
     } else {

@@ -46,6 +46,8 @@ pub(crate) struct Adaptive {
     next: usize,
     /// Tokens so far.
     n_tokens: u64,
+    /// Whether the backends count what fires, as they do for steps in mode `exact`.
+    is_counting: bool,
     /// What backends counted, `[n_ff]` of the widest layer.
     fired: Vec<u64>,
     leave: Vec<NeuronId>,
@@ -101,25 +103,47 @@ impl Adaptive {
             layers,
             next: 0,
             n_tokens: 0,
+            is_counting: false,
             fired: vec![0; widest],
             leave: Vec::with_capacity(most),
             enter: Vec::with_capacity(most),
         }
     }
 
-    /// Begins counting; names a backend that holds neurons of a layer it could exchange and does not count.
-    pub(crate) fn start(&mut self, backends: &mut [Box<dyn HybridBackend>]) -> Option<String> {
-        backends.iter_mut().for_each(|backend| backend.record_fired(true));
+    /// Whether there is a layer that neurons can move in.
+    pub(crate) fn is_split(&self) -> bool {
+        self.layers.iter().any(|state| state.is_split)
+    }
+
+    /// Begins counting for sessions in mode `exact`, if that is their mode; names a backend that holds neurons of a layer
+    /// that could be exchanged and does not count.
+    pub(crate) fn start(
+        &mut self,
+        mode: ActiveMode,
+        backends: &mut [Box<dyn HybridBackend>],
+    ) -> Option<String> {
+        self.count_from_now(true, backends);
+        let mut without = None;
         let ids = (0..).map(LayerId).zip(&self.layers);
         for (layer, state) in ids.filter(|(_, state)| state.is_split) {
             for (backend, device) in backends.iter_mut().enumerate() {
                 let fired = &mut self.fired[..state.heat.len()];
                 if state.is_holder(backend) && !device.take_fired(layer, fired) {
-                    return Some(device.info().name);
+                    without = without.or_else(|| Some(device.info().name));
                 }
             }
         }
-        None
+        if mode != ActiveMode::Exact {
+            self.count_from_now(false, backends);
+        }
+        without
+    }
+
+    /// Begins counting anew, or ends it.
+    fn count_from_now(&mut self, on: bool, backends: &mut [Box<dyn HybridBackend>]) {
+        backends.iter_mut().for_each(|backend| backend.record_fired(on));
+        self.is_counting = on;
+        self.layers.iter_mut().for_each(|state| state.seen = self.n_tokens);
     }
 
     /// Counts what the tokens of a step want in a layer, where a predictor says so.
@@ -149,6 +173,11 @@ impl Adaptive {
     /// After a step: looks at the next layer that devices have neurons of, and moves what pays.
     pub(crate) fn exchange(&mut self, step: &Step<'_>, backends: &mut [Box<dyn HybridBackend>]) {
         self.n_tokens += step.rows.len() as u64;
+        // What other modes do is not counted, or it would be counted twice.
+        let counts = step.mode == ActiveMode::Exact;
+        if counts != self.is_counting && self.is_split() {
+            self.count_from_now(counts, backends);
+        }
         if step.mode == ActiveMode::Dense {
             return;
         }
@@ -160,7 +189,7 @@ impl Adaptive {
         self.next = layer + 1;
         let state = &mut self.layers[layer];
         let AdaptiveOptions { half_life, hysteresis, .. } = self.options;
-        if step.mode == ActiveMode::Exact {
+        if counts {
             state.count(LayerId(layer as u32), self.n_tokens, half_life, &mut self.fired, backends);
         }
         let heat = &state.heat;
@@ -225,10 +254,17 @@ impl LayerState {
                 device.take_fired(layer, fired);
             }
         }
-        let remains = decay(half_life).powf((n_tokens - self.seen) as f32);
+        let n_new = n_tokens - self.seen;
         self.seen = n_tokens;
+        if n_new == 0 {
+            return;
+        }
+        // As if what fired had done so evenly in between.
+        let decay = decay(half_life);
+        let remains = decay.powf(n_new as f32);
+        let of_each = (1.0 - remains) / (1.0 - decay) / n_new as f32;
         for (heat, &fired) in self.heat.iter_mut().zip(&*fired) {
-            *heat = *heat * remains + fired as f32;
+            *heat = *heat * remains + fired as f32 * of_each;
         }
     }
 }

@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use super::device::{Accelerator, Budget, Host};
 use super::measure::{Measured, measure};
 use super::plan::{Plan, PlanOptions, PlanRequest, Statistics, plan};
-use super::rates::{Rates, RatesError};
+use super::rates::Rates;
 use super::report::size;
 use super::saved::{MadeFor, NotUsed, SavedPlan};
 use super::shape::ModelShape;
@@ -45,15 +45,15 @@ impl Planning<'_> {
         }
         let fingerprint = crate::calibration::fingerprint(self.file);
         let rates = self.rates(&shape, &fingerprint, notes)?;
-        let Some(path) = &how.saved else { return self.new_plan(&shape, &rates, notes).map(|new| new.0) };
+        let Some(path) = &how.saved else { return Ok(self.new_plan(&shape, &rates, notes)) };
         let made_for = self.made_for(&shape, fingerprint);
         if !how.anew
             && let Some(plan) = self.saved_plan(path, &made_for, notes)
         {
             return Ok(plan);
         }
-        let (plan, host, devices) = self.new_plan(&shape, &rates, notes)?;
-        let saved = SavedPlan::new(&plan, made_for, &host, &devices);
+        let plan = self.new_plan(&shape, &rates, notes);
+        let saved = SavedPlan::new(&plan, made_for);
         if let Err(error) = saved.write(path) {
             notes.warn(format!("the plan is not kept: `{}` cannot be written: {error}", path.display()));
         }
@@ -80,19 +80,14 @@ impl Planning<'_> {
         None
     }
 
-    /// A plan, and the figures it was made by.
-    fn new_plan(
-        &self,
-        shape: &ModelShape,
-        rates: &Rates,
-        notes: &mut Notes,
-    ) -> Result<(Plan, Host, Vec<Accelerator>), LoadError> {
+    /// A plan by the figures that are given or measured.
+    fn new_plan(&self, shape: &ModelShape, rates: &Rates, notes: &mut Notes) -> Plan {
         let Self { spec, mode, options, how, .. } = *self;
         let (mut host, mut devices) = (how.host.clone(), how.devices.clone());
         if how.measure {
-            self.measure(&mut host, &mut devices, notes)?;
+            self.measure(&mut host, &mut devices, notes);
         }
-        let plan = plan(&PlanRequest {
+        plan(&PlanRequest {
             shape,
             rates,
             mode,
@@ -101,31 +96,30 @@ impl Planning<'_> {
             n_ctx: how.n_ctx.unwrap_or_else(|| session::default_context(spec)),
             n_batch: options.n_batch,
             n_seq: how.n_seq,
-        });
-        Ok((plan, host, devices))
+        })
     }
 
     /// Puts measured figures in the place of those that were given.
-    fn measure(
-        &self,
-        host: &mut Host,
-        devices: &mut [Accelerator],
-        notes: &mut Notes,
-    ) -> Result<(), LoadError> {
+    fn measure(&self, host: &mut Host, devices: &mut [Accelerator], notes: &mut Notes) {
         let Self { spec, weights, mode, options, .. } = *self;
         let say = |notes: &mut Notes, name: &str, m: &Measured| {
-            let [dense, gather, link] = [m.bandwidth.dense, m.bandwidth.gather, m.link].map(|n| n / 1e9);
+            let [dense, gather] = [m.bandwidth.dense, m.bandwidth.gather].map(|n| n / 1e9);
+            let link = m.link.map_or(String::new(), |link| format!(" and {:.1} GB/s", link / 1e9));
             notes.info(format!(
                 "measured: {name} reads {dense:.1} GB/s of dense weights and {gather:.1} GB/s of neurons in mode {}; \
-                 transfers take {:.1} µs and {link:.1} GB/s",
+                 transfers take {:.1} µs{link}",
                 mode.name(),
                 1e6 * m.latency,
             ));
         };
         let device = options.device.to_measure();
-        if let Some(m) = measure(|spec| device.backend(spec), spec, weights, mode, MEASURED_BYTES)? {
-            host.bandwidth = m.bandwidth;
-            say(notes, &host.name, &m);
+        match measure(|spec| device.backend(spec), spec, weights, mode, MEASURED_BYTES) {
+            Ok(Some(m)) => {
+                host.bandwidth = m.bandwidth;
+                say(notes, &host.name, &m);
+            }
+            Ok(None) => notes.info(format!("{} is not measured: a layer is too large for it", host.name)),
+            Err(error) => notes.warn(format!("{} could not be measured: {error}", host.name)),
         }
         for (device, accelerator) in options.accelerators.iter().zip(devices) {
             let n_bytes = (accelerator.usable_bytes() / 2).min(MEASURED_BYTES);
@@ -133,8 +127,8 @@ impl Planning<'_> {
             // What does not fit is planned by the figures that are given.
             match measure(make, spec, weights, mode, n_bytes) {
                 Ok(Some(m)) => {
-                    (accelerator.bandwidth, accelerator.link, accelerator.latency) =
-                        (m.bandwidth, m.link, m.latency);
+                    (accelerator.bandwidth, accelerator.latency) = (m.bandwidth, m.latency);
+                    accelerator.link = m.link.unwrap_or(accelerator.link);
                     say(notes, &accelerator.name, &m);
                 }
                 Ok(None) => notes.info(format!(
@@ -145,7 +139,6 @@ impl Planning<'_> {
                 Err(error) => notes.warn(format!("{} could not be measured: {error}", accelerator.name)),
             }
         }
-        Ok(())
     }
 
     /// How often neurons are active, by the statistics.
@@ -157,9 +150,8 @@ impl Planning<'_> {
         counts.check_model(fingerprint)?;
         let Some(rate) = self.how.fallback_rate else { return Ok(Rates::from_counts(counts, shape)?) };
         let (rates, without) = Rates::with_fallback(counts, shape, rate);
-        if let Some(RatesError::Layers { expected, got }) = Rates::from_counts(counts, shape).err()
-            && got > expected
-        {
+        let (got, expected) = (counts.n_layer(), shape.layers.len());
+        if got > expected {
             notes.warn(format!(
                 "the statistics have {got} layers, the model {expected}: the rest is left aside"
             ));
@@ -178,9 +170,10 @@ impl Planning<'_> {
     /// others are never twice the same.
     fn made_for(&self, shape: &ModelShape, fingerprint: String) -> MadeFor {
         let Self { options, how, mode, spec, .. } = *self;
-        let hash = |bytes: &[u8]| -> String {
-            Sha256::digest(bytes).iter().take(16).map(|byte| format!("{byte:02x}")).collect()
+        let hex = |hash: Sha256| -> String {
+            hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
         };
+        let hash = |text: String| hex(Sha256::new_with_prefix(text));
         let budgets: Vec<Budget> = how.devices.iter().map(|d| d.budget).collect();
         let devices = how.devices.iter().map(|d| {
             let figures = (!how.measure).then_some((d.bandwidth, d.link, d.latency));
@@ -198,7 +191,7 @@ impl Planning<'_> {
                     hash.update(counts.len().to_le_bytes());
                     counts.iter().for_each(|count| hash.update(count.to_le_bytes()));
                 }
-                hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
+                hex(hash)
             }
         };
         let context = how.n_ctx.unwrap_or_else(|| session::default_context(spec));
@@ -206,13 +199,14 @@ impl Planning<'_> {
             ("budget", format!("{budgets:?}")),
             ("context", format!("{context}")),
             ("batch", format!("{}", options.n_batch)),
+            ("version of this program", env!("CARGO_PKG_VERSION").to_owned()),
             ("number of sequences", format!("{}", how.n_seq)),
             ("mode", mode.name().to_owned()),
             ("model", fingerprint),
             // Types, predictors and what may leave the host.
-            ("form of the model", hash(format!("{shape:?}").as_bytes())),
-            ("machine", hash(format!("{machine:?}").as_bytes())),
-            ("host device", hash(format!("{:?}", options.device).as_bytes())),
+            ("form of the model", hash(format!("{shape:?}"))),
+            ("machine", hash(format!("{machine:?}"))),
+            ("host device", hash(format!("{:?}", options.device))),
             ("statistics", format!("{statistics}, otherwise {:?}", how.fallback_rate)),
         ]
         .into_iter()

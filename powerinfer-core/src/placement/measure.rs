@@ -23,9 +23,10 @@ const LINK_ROWS: usize = 32;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Measured {
     pub(crate) bandwidth: Bandwidth,
-    /// Bytes a second and seconds of a transfer, see [`super::Accelerator`].
-    pub(crate) link: f64,
+    /// Seconds of a transfer, see [`super::Accelerator`].
     pub(crate) latency: f64,
+    /// Bytes a second beyond that; `None` if it is too fast to tell.
+    pub(crate) link: Option<f64>,
 }
 
 /// Layers from the first on that together have at most `n_bytes` bytes.
@@ -46,8 +47,8 @@ fn layers_within(weights: &ModelWeights, n_bytes: u64) -> usize {
         .count()
 }
 
-/// Decodes with as many of the first layers as `n_bytes` hold and times their dense parts and their FFNs. `None` if not
-/// even one layer fits. `make` makes an empty backend.
+/// Decodes with as many of the first layers as `n_bytes` hold, not counting tables and predictors, and times their dense parts and their FFNs. `None` if not
+/// even one layer fits, or the model knows no second position. `make` makes an empty backend.
 ///
 /// # Errors
 /// Those of loading.
@@ -66,7 +67,7 @@ pub(crate) fn measure(
     let mut backend = make(&spec)?;
     load(backend.as_mut(), weights, n_layer)?;
     let n_tokens = MAX_TOKENS.min(spec.n_ctx_train);
-    backend.reserve(SeqId(0), n_tokens, LINK_ROWS)?;
+    backend.reserve(SeqId(0), n_tokens.max(LINK_ROWS), LINK_ROWS)?;
     let mut decoding = Decoding::new(&spec, mode, backend.as_mut());
     let (mut dense, mut neurons) = (Vec::new(), Vec::new());
     let (mut dense_bytes, mut neuron_bytes) = (0, 0);
@@ -192,7 +193,7 @@ impl<'a> Decoding<'a> {
     }
 
     /// Seconds of a transfer of any size, and bytes a second beyond that: from residual streams of one token and of many.
-    fn link(&mut self) -> (f64, f64) {
+    fn link(&mut self) -> (f64, Option<f64>) {
         const N_TIMES: usize = 15;
         let many = LINK_ROWS as u32;
         let rows: Vec<StepRow> =
@@ -214,7 +215,7 @@ impl<'a> Decoding<'a> {
         }
         let [one, all] = seconds;
         let more = 4 * (LINK_ROWS - 1) * self.n_embd;
-        (one.max(1e-9), more as f64 / (all - one).max(1e-9))
+        (one, (all > 1.2 * one).then(|| more as f64 / (all - one)))
     }
 }
 

@@ -442,10 +442,10 @@ impl Planner<'_> {
         }
         let left = usable - steps;
         let hulls = self.hulls(device);
-        let bound = self.token_seconds() - self.most_saved(device, left, &hulls);
-        let too_small = self.take_best(device, left, &hulls);
+        let bound = self.bound(device, left, &hulls);
+        self.take_best(device, left, &hulls);
         let gap = if bound > 0.0 { (self.token_seconds() / bound - 1.0).max(0.0) } else { 0.0 };
-        (self.reasons(device, usable, too_small), gap)
+        (self.reasons(device, usable, left), gap)
     }
 
     /// Leaves a device empty.
@@ -454,18 +454,15 @@ impl Planner<'_> {
     }
 
     /// Takes the best of a few ways to fill a device. Hand-overs between homes belong to no step, so only whole ways show
-    /// whether moving homes pays. Gives the first step that did not fit, and the bytes that were left then.
-    fn take_best(&mut self, device: usize, left: u64, hulls: &[Hulls]) -> Option<(u64, u64)> {
+    /// whether moving homes pays.
+    fn take_best(&mut self, device: usize, left: u64, hulls: &[Hulls]) {
         let start = self.clone();
         self.take_nothing();
-        let mut too_small = None;
         let mut consider = |homes: Homes, with_head: bool| {
             let mut way = start.clone();
-            if let Some(not_fitting) = way.take_steps(device, left, hulls, homes, with_head) {
-                too_small = too_small.or(not_fitting);
-                if way.token_seconds() < self.token_seconds() {
-                    self.clone_from(&way);
-                }
+            let fits = way.take_steps(device, left, hulls, homes, with_head);
+            if fits && way.token_seconds() < self.token_seconds() {
+                self.clone_from(&way);
             }
             way.layers.iter().filter(|l| l.home == device + 1).count()
         };
@@ -476,11 +473,10 @@ impl Planner<'_> {
             consider(Homes::First(n), false);
         }
         consider(Homes::First(0), true);
-        too_small
     }
 
     /// What is to be said about a device that has been filled.
-    fn reasons(&self, device: usize, usable: u64, too_small: Option<(u64, u64)>) -> Vec<String> {
+    fn reasons(&self, device: usize, usable: u64, left: u64) -> Vec<String> {
         let mut reasons = Vec::new();
         let n_bytes = self.describe(device, Vec::new()).bytes.total();
         let is_all = self
@@ -489,12 +485,14 @@ impl Planner<'_> {
             .zip(&self.request.shape.layers)
             .all(|(l, s)| l.home > 0 && l.n_placed() == s.n_ff);
         if n_bytes == 0 {
-            reasons.push(match too_small {
-                Some((need, left)) => format!(
-                    "the part that gains most needs {need} bytes, {} more than the {left} that are left beside a step",
-                    need - left
-                ),
-                None => "nothing saves as much as its exchange with the host costs".to_owned(),
+            let smallest = self.smallest_part(device);
+            reasons.push(if smallest > left {
+                format!(
+                    "the smallest part needs {smallest} bytes, {} more than the {left} that are left beside a step",
+                    smallest - left
+                )
+            } else {
+                "nothing that fits saves as much as its exchange with the host costs".to_owned()
             });
         } else if !is_all && usable - n_bytes > usable / 100 {
             reasons.push(format!(
@@ -508,6 +506,19 @@ impl Planner<'_> {
             reasons.push(format!("the neurons of {} layers stay on the host: {first}", stays.len()));
         }
         reasons
+    }
+
+    /// Bytes of the smallest part that could go to a device.
+    fn smallest_part(&self, device: usize) -> u64 {
+        let accelerator = &self.request.devices[device];
+        let layers = self.request.shape.layers.iter().zip(&self.layers);
+        let parts = layers.flat_map(|(shape, state)| {
+            let has_neurons = shape.stays.is_none() && state.n_placed() < shape.n_ff;
+            let home = [shape.dense_bytes, shape.predictor_bytes, self.kv_bytes(device)];
+            let home = home.into_iter().map(|n| accelerator.buffer(n)).fold(0, u64::saturating_add);
+            [has_neurons.then(|| accelerator.buffer(shape.neuron_bytes(1))), Some(home)]
+        });
+        parts.flatten().chain([self.head_bytes(device)]).filter(|&n| n > 0).min().unwrap_or(0)
     }
 
     /// The head as a step, what a byte saves and the bytes, if it saves anything.
@@ -528,11 +539,29 @@ impl Planner<'_> {
         (0..self.layers.len()).map(hulls).collect()
     }
 
-    /// What `left` bytes save at most: the linear relaxation.
-    fn most_saved(&self, device: usize, left: u64, hulls: &[Hulls]) -> f64 {
-        let mut steps: Vec<(f64, u64)> = self.head_step(device).into_iter().collect();
-        for Hulls { any, .. } in hulls {
-            steps.extend(any.windows(2).map(|w| (saved_per_byte(&w[0], &w[1]), w[1].bytes - w[0].bytes)));
+    /// Seconds of a token that no way of filling a device is below.
+    fn bound(&self, device: usize, left: u64, hulls: &[Hulls]) -> f64 {
+        let now = self.token_seconds();
+        let moved = now - self.most_saved(device, left, hulls.iter().map(|h| &h.any), true);
+        if device > 0 {
+            return moved;
+        }
+        // Either everything is at home on the host, or the residual stream goes to the device once at least.
+        let stayed = now - self.most_saved(device, left, hulls.iter().map(|h| &h.stays), false);
+        stayed.min(moved + self.transfers(device, 1, 0))
+    }
+
+    /// What `left` bytes save at most by steps of some hulls, and perhaps by the head: the linear relaxation.
+    fn most_saved<'h>(
+        &self,
+        device: usize,
+        left: u64,
+        hulls: impl Iterator<Item = &'h Vec<Choice>>,
+        with_head: bool,
+    ) -> f64 {
+        let mut steps: Vec<(f64, u64)> = self.head_step(device).into_iter().filter(|_| with_head).collect();
+        for hull in hulls {
+            steps.extend(hull.windows(2).map(|w| (saved_per_byte(&w[0], &w[1]), w[1].bytes - w[0].bytes)));
         }
         steps.sort_by(|a, b| b.0.total_cmp(&a.0));
         let (mut saved, mut left) = (0.0, left as f64);
@@ -544,9 +573,8 @@ impl Planner<'_> {
     }
 
     /// Takes the steps of all hulls, best first, as far as they fit into `left` bytes. A move of a home that does not
-    /// fit is left out, and the layer goes on without; of neurons that do not fit, as many as do are taken. Gives the
-    /// first step that did not fit, and the bytes that were left then.
-    /// `None` if the homes that have to move do not fit.
+    /// fit is left out, and the layer goes on without; of neurons that do not fit, as many as do are taken. Says whether
+    /// the homes that have to move fit.
     fn take_steps(
         &mut self,
         device: usize,
@@ -554,7 +582,7 @@ impl Planner<'_> {
         hulls: &[Hulls],
         homes: Homes,
         with_head: bool,
-    ) -> Option<Option<(u64, u64)>> {
+    ) -> bool {
         let n_layer = self.layers.len();
         // Best first, the first layer where they are equal.
         let mut queue = BinaryHeap::new();
@@ -571,22 +599,20 @@ impl Planner<'_> {
                 (Homes::First(n), Some(moves)) if layer < n => moves,
                 (Homes::First(_), _) => &hulls.stays,
             };
-            left = left.checked_sub(hull[0].bytes)?;
+            let Some(rest) = left.checked_sub(hull[0].bytes) else { return false };
+            left = rest;
             push(&mut queue, hull, 0, layer);
             now.push(Cow::Borrowed(hull));
         }
         if let Some((per_byte, _)) = self.head_step(device).filter(|_| with_head) {
             queue.push(Queued { per_byte, layer: n_layer });
         }
-        let mut too_small = None;
         while let Some(Queued { layer, .. }) = queue.pop() {
             if layer == n_layer {
                 let bytes = self.head_bytes(device);
                 if bytes <= left {
                     left -= bytes;
                     self.head = device + 1;
-                } else {
-                    too_small.get_or_insert((bytes, left));
                 }
                 continue;
             }
@@ -598,7 +624,6 @@ impl Planner<'_> {
                 push(&mut queue, &now[layer], at[layer], layer);
                 continue;
             }
-            too_small.get_or_insert((bytes, left));
             if from.moves_home == to.moves_home {
                 if let Some(part) = self.part_of(device, layer, from, to, left) {
                     left -= part.bytes - from.bytes;
@@ -618,7 +643,7 @@ impl Planner<'_> {
             }
             state.ends.push(state.n_placed() + choice.n);
         }
-        Some(too_small)
+        true
     }
 
     /// As many neurons of a step as fit into `left` bytes, if they save anything.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use powerinfer_sparse_ops::{NeuronId, NeuronSet};
 use serde::{Deserialize, Serialize};
 
-use super::device::{Accelerator, Host};
+use super::device::Accelerator;
 use super::plan::{DevicePlan, Plan};
 use super::{Assignment, LayerAssignment};
 
@@ -18,9 +18,11 @@ const VERSION: u32 = 1;
 /// More bytes than this that are free beyond those planned with make a new plan worth while.
 const MORE_BYTES: u64 = 256 << 20;
 
-/// Where the plan of a model file is kept: `model.plan.json` for `model.gguf`.
+/// Where the plan of a model file is kept: `model.gguf.plan.json` for `model.gguf`.
 pub fn plan_path(model: &Path) -> PathBuf {
-    model.with_extension("plan.json")
+    let mut name = model.as_os_str().to_owned();
+    name.push(".plan.json");
+    PathBuf::from(name)
 }
 
 /// What a plan was made for, by names for people. Equal maps, equal plans.
@@ -31,9 +33,6 @@ pub(crate) type MadeFor = BTreeMap<String, String>;
 pub(crate) struct SavedPlan {
     version: u32,
     made_for: MadeFor,
-    /// With the figures that were measured or given.
-    host: Host,
-    devices: Vec<Accelerator>,
     embed: usize,
     head: usize,
     homes: Vec<usize>,
@@ -55,16 +54,18 @@ pub(crate) enum NotUsed {
     Json(#[from] serde_json::Error),
     #[error("it is of format {got}, this program writes {VERSION}")]
     Version { got: u32 },
-    #[error("it was made for another {what}")]
+    #[error("{what} differs from what it was made for")]
     Stale { what: String },
     #[error("{device} has {usable} bytes for it now, it was made with {planned}")]
     Memory { device: String, usable: u64, planned: u64 },
     #[error("its neurons are not written as a plan writes them")]
     Neurons,
+    #[error("it is for {got} devices, there are {expected}")]
+    Devices { expected: usize, got: usize },
 }
 
 impl SavedPlan {
-    pub(crate) fn new(plan: &Plan, made_for: MadeFor, host: &Host, devices: &[Accelerator]) -> Self {
+    pub(crate) fn new(plan: &Plan, made_for: MadeFor) -> Self {
         let Assignment { embed, head, layers } = &plan.assignment;
         let hex = |set: &NeuronSet| {
             set.words().iter().fold(String::new(), |mut text, word| {
@@ -75,8 +76,6 @@ impl SavedPlan {
         Self {
             version: VERSION,
             made_for,
-            host: host.clone(),
-            devices: devices.to_vec(),
             embed: *embed,
             head: *head,
             homes: layers.iter().map(|l| l.home).collect(),
@@ -98,6 +97,9 @@ impl SavedPlan {
         let differs = made_for.iter().find(|(name, value)| saved.made_for.get(*name) != Some(*value));
         if let Some((what, _)) = differs {
             return Err(NotUsed::Stale { what: what.clone() });
+        }
+        if saved.on_devices.len() != devices.len() {
+            return Err(NotUsed::Devices { expected: devices.len(), got: saved.on_devices.len() });
         }
         for (device, on) in devices.iter().zip(&saved.on_devices) {
             let usable = device.usable_bytes();
