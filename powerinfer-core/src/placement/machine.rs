@@ -125,7 +125,7 @@ mod tests {
         let two = Machine::named("rtx4090+rtx2080ti", 2.0).unwrap();
         assert_eq!((two.host.name.as_str(), two.devices.len()), ("ddr5", 2));
         let small = Machine::named("rtx4090+ddr4", 0.5625).unwrap();
-        assert!(small.host.bandwidth.dense < machine.host.bandwidth.dense);
+        assert!(small.host.bandwidth.gather < machine.host.bandwidth.gather);
         assert_eq!(small.devices, machine.devices);
         let error = Machine::named("rtx4090+hal9000", 2.0).unwrap_err().to_string();
         assert_eq!(
