@@ -278,14 +278,18 @@ fn what_cannot_be_counted_is_an_error() {
     let silu = LoadOptions { activation: Some(Activation::Silu), ..cpu(8) };
     let model = TinyFile::dense().load_with(&silu).unwrap();
     assert!(matches!(count(&model, &texts(), &CancelToken::new()), ProfileError::NoZeros { .. }));
-    let whole = |b| if b == 0 { NeuronSet::all(N_FF) } else { NeuronSet::none(N_FF) };
-    let layer = LayerAssignment { home: 0, owned: vec![whole(0), whole(1)] };
-    let moving = LoadOptions {
-        accelerators: vec![Device::Reference(Rounding::None)],
-        assignment: Some(Assignment { embed: 0, head: 0, layers: vec![layer; N_LAYER] }),
-        adaptive: Some(AdaptiveOptions::default()),
-        ..cpu(8)
+    let moving = |hot: NeuronSet| {
+        let layer = LayerAssignment { home: 0, owned: vec![hot.complement(), hot] };
+        let options = LoadOptions {
+            accelerators: vec![Device::Reference(Rounding::None)],
+            assignment: Some(Assignment { embed: 0, head: 0, layers: vec![layer; N_LAYER] }),
+            adaptive: Some(AdaptiveOptions::default()),
+            ..cpu(8)
+        };
+        TinyFile::dense().load_with(&options).unwrap()
     };
-    let model = TinyFile::dense().load_with(&moving).unwrap();
-    assert!(matches!(count(&model, &texts(), &CancelToken::new()), ProfileError::Adaptive));
+    let some = NeuronSet::from_ids(N_FF, [NeuronId(3)]);
+    assert!(matches!(count(&moving(some), &texts(), &CancelToken::new()), ProfileError::Adaptive));
+    // Where one has all neurons of each layer, none can move.
+    counted(&moving(NeuronSet::none(N_FF)));
 }

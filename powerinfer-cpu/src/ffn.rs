@@ -728,6 +728,7 @@ impl LayerStep<'_> {
             w.note(neuron as usize, value);
             downs.push(neuron, value, dense || value != 0.0);
         }
+        w.note_row(0, n_fired);
         count(&self.counts.fired, n_fired);
         count(&self.counts.down, downs.n - before);
     }
