@@ -10,10 +10,10 @@ use super::Assignment;
 ///
 /// Each neuron has a rate: the share of recent tokens that wanted it, older ones counting less and less. In mode
 /// `predictor` these are the tokens whose active set it is in, in mode `exact` those that it fired for, which the
-/// backends count; in mode `dense`, where all neurons are read, nothing moves. After a step, one layer after the other, a device exchanges the neurons of the lowest rates that it holds for those of the
-/// highest rates that nobody but the host holds, as long as an exchange pays: what it saves within the half-life must
-/// be `hysteresis` times what it costs. The host keeps all weights of such layers meanwhile, and computes the neurons that
-/// no device holds.
+/// backends count; in mode `dense`, where all neurons are read, nothing moves. After a step, one layer after the other,
+/// a device exchanges the neurons of the lowest rates that it holds for those of the highest rates that nobody but the
+/// host holds, as long as an exchange pays: what it saves within the half-life must be `hysteresis` times what it costs.
+/// The host keeps all weights of such layers meanwhile, and computes the neurons that no device holds.
 ///
 /// A prompt's batches are computed by the host for all of its neurons, which is slower than with a placement that stays.
 ///
@@ -122,6 +122,9 @@ impl Adaptive {
         mode: ActiveMode,
         backends: &mut [Box<dyn HybridBackend>],
     ) -> Option<String> {
+        if !self.is_split() {
+            return None;
+        }
         self.count_from_now(true, backends);
         let mut without = None;
         let ids = (0..).map(LayerId).zip(&self.layers);

@@ -47,8 +47,9 @@ fn layers_within(weights: &ModelWeights, n_bytes: u64) -> usize {
         .count()
 }
 
-/// Decodes with as many of the first layers as `n_bytes` hold, not counting tables and predictors, and times their dense parts and their FFNs. `None` if not
-/// even one layer fits, or the model knows no second position. `make` makes an empty backend.
+/// Decodes with as many of the first layers as `n_bytes` hold, not counting tables and predictors, and times their dense
+/// parts and their FFNs. `None` if not even one layer fits, or the model knows no second position. `make` makes an empty
+/// backend.
 ///
 /// # Errors
 /// Those of loading.

@@ -69,11 +69,11 @@ pub struct PlanOptions {
     pub n_seq: usize,
     /// Whether neurons may leave the host, or dense parts alone.
     pub neurons: bool,
-    /// Decodes with the first layers, at most 1 GiB of them, on the host and on each device, and plans with the speeds
+    /// Decodes with the first layers, at most 1 GiB of them beside tables and predictors, on the host and on each device, and plans with the speeds
     /// that this shows in the place of those given.
     pub measure: bool,
-    /// A file that keeps the plan, as [`super::plan_path`] names it. What it holds is used as long as model, statistics,
-    /// budget and machine are the same; a note says when it is made anew, and why.
+    /// A file that keeps the plan, as [`super::plan_path`] names it. What it holds is used as long as all that it was made
+    /// for is the same and it fits the free memory; a note says when it is made anew, and why.
     pub saved: Option<PathBuf>,
     /// Whether a new plan is made whatever that file holds.
     pub anew: bool,

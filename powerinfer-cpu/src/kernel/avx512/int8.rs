@@ -1,5 +1,6 @@
-//! Planar 8-bit and 4-bit weights against 8-bit vectors: [`dot`] for one row and a few vectors, [`dot_band`] for many rows and one vector, and a matrix
-//! product ([`pack_panel`], [`pack_x`], [`gemm`]) for many. All give the same bits.
+//! Planar 8-bit and 4-bit weights against 8-bit vectors: [`dot`] for one row and a few vectors, [`dot_band`] and
+//! [`dot_list`] for many rows and one vector, and a matrix product ([`pack_panel`], [`pack_x`], [`gemm`]) for many of both.
+//! All give the same bits.
 //!
 //! ```text
 //! isum(b) = Σ u · q − offset · sums(b)                      exact, for each block b of 32 weights
@@ -85,8 +86,7 @@ pub(in crate::kernel) fn dot_band(
     unsafe { dot_band_inner(w, row, ahead, x, out) }
 }
 
-/// Dot products of the rows `list` of `w` with a vector; each takes a row of `asks` along,
-/// which the memory is asked for.
+/// Dot products of the rows `list` of `w` with a vector; each takes a row of `asks` along, which the memory is asked for.
 ///
 /// # Shapes
 /// As for [`dot`]; `out [list.len()]`.
