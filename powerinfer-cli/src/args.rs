@@ -179,8 +179,8 @@ pub(crate) struct PlacementArgs {
 /// Shows which parts of a model would go where.
 ///
 /// Nothing is loaded and no GPU need be there: --machine describes one. With --machine this, the machine is measured with
-/// the first layers of the model, and with a GPU the plan is kept beside the model for the other commands. The speed is predicted from
-/// bytes and bandwidths; it is no measurement.
+/// the first layers of the model, and with a GPU the plan is kept beside the model for the other commands. The speed is
+/// predicted from bytes and bandwidths; it is no measurement.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use powerinfer_core::placement::{AdaptiveOptions, Assignment, LayerAssignment};
 use powerinfer_core::profile::{ProfileOptions, profile};
 use powerinfer_core::{
-    ActiveMode, CancelToken, Device, LoadOptions, MakeBackend, Rounding, SessionOptions, TokenId,
+    ActiveMode, CancelToken, Device, LoadOptions, MakeBackend, Model, Rounding, SessionOptions, TokenId,
 };
 use powerinfer_sparse_ops::reference::ReferenceBackend;
 use powerinfer_sparse_ops::{LayerId, NeuronId, NeuronSet};
@@ -51,11 +51,13 @@ fn tokens() -> Vec<TokenId> {
     (0..N_TOKENS).map(|_| TokenId(random.below(N_VOCAB) as u32)).collect()
 }
 
-/// Decodes all tokens in short texts and keeps the logits of every 50th.
-fn run(mode: ActiveMode, hot: &[NeuronSet], adaptive: Option<AdaptiveOptions>) -> Run {
-    let clock = Clock::default();
-    let account = Arc::new(Account::default());
-    let (host, device) = devices(&clock, &account);
+/// The toy model with these neurons of each layer on the device and all else on the host.
+fn model(
+    mode: ActiveMode,
+    hot: &[NeuronSet],
+    adaptive: Option<AdaptiveOptions>,
+    (host, device): (Device, Device),
+) -> Model {
     let layers =
         hot.iter().map(|hot| LayerAssignment { home: 0, owned: vec![hot.complement(), hot.clone()] });
     let options = LoadOptions {
@@ -65,7 +67,14 @@ fn run(mode: ActiveMode, hot: &[NeuronSet], adaptive: Option<AdaptiveOptions>) -
         adaptive,
         ..LoadOptions::default()
     };
-    let model = file(mode).load_with(&options).unwrap();
+    file(mode).load_with(&options).unwrap()
+}
+
+/// Decodes all tokens in short texts and keeps the logits of every 50th.
+fn run(mode: ActiveMode, hot: &[NeuronSet], adaptive: Option<AdaptiveOptions>) -> Run {
+    let clock = Clock::default();
+    let account = Arc::new(Account::default());
+    let model = model(mode, hot, adaptive, devices(&clock, &account));
     let options = SessionOptions { mode: Some(mode), ..SessionOptions::default() };
     let mut session = model.session(&options).unwrap();
     let before = clock.now();
@@ -176,17 +185,8 @@ fn long_prompts_and_other_modes_do_not_make_neurons_look_hotter_than_they_are() 
     // this hysteresis nothing pays, however long the steps are and whatever was counted in other modes.
     let any = vec![NeuronSet::from_ids(N_FF, (0..N_HOT as u32).map(NeuronId)); N_LAYER];
     let adaptive = AdaptiveOptions { half_life: 8.0, hysteresis: 8.1, bytes_per_token: 1 << 20 };
-    let (host, device) = devices(&Clock::default(), &Arc::new(Account::default()));
-    let layers =
-        any.iter().map(|hot| LayerAssignment { home: 0, owned: vec![hot.complement(), hot.clone()] });
-    let options = LoadOptions {
-        device: host,
-        accelerators: vec![device],
-        assignment: Some(Assignment { embed: 0, head: 0, layers: layers.collect() }),
-        adaptive: Some(adaptive),
-        ..LoadOptions::default()
-    };
-    let model = file(ActiveMode::Exact).load_with(&options).unwrap();
+    let devices = devices(&Clock::default(), &Arc::new(Account::default()));
+    let model = model(ActiveMode::Exact, &any, Some(adaptive), devices);
     let tokens = tokens();
     for mode in [ActiveMode::Exact, ActiveMode::Predictor, ActiveMode::Dense, ActiveMode::Exact] {
         let options = SessionOptions { mode: Some(mode), ..SessionOptions::default() };

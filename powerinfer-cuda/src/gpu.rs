@@ -370,7 +370,7 @@ pub(crate) struct Device {
     peak: u64,
     /// The buffers in use, each rounded up to the granule.
     taken: u64,
-    /// The oldest first.
+    /// The one that was used longest ago first.
     graphs: Vec<(GraphKey, GraphId)>,
     /// Why there are no graphs.
     no_graphs: Option<String>,
